@@ -1,0 +1,64 @@
+"""What both engines pass around: a named buffer with a shape, a format and a place.
+
+`data` is a NumPy array on the cpu engine and a device address (an int) on the cuda engine; nothing
+in model/ looks inside. A tensor that feeds an FP8 product carries an `Fp8Slot`: its producer leaves the
+absmax there, the product quantises with it, and a recomputed tensor is requantised with the same absmax.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from llmq_nb.core.dtype import DType
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Fp8Slot:
+    """How a tensor enters FP8 products.
+
+    format: e4m3 or e5m2. absmax: one float32 (array of 1 or address). codes, codes_t: where the engine
+    keeps the quantised tensor and its transpose between producer and product; None: it makes them on the fly.
+    """
+
+    format: DType
+    absmax: Any
+    codes: Any = None
+    codes_t: Any = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Tensor:
+    """A contiguous row-major buffer. name: unique in a run. fp8: set where it feeds an FP8 product."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    data: Any
+    fp8: Fp8Slot | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def rows(self, start: int, stop: int) -> "Tensor":
+        """Rows start .. stop - 1 of the first axis, sharing the memory; no FP8 slot."""
+        if not 0 <= start <= stop <= self.shape[0]:
+            raise ValueError(f"rows {start}:{stop} of {self.name} {self.shape}")
+        if isinstance(self.data, int):
+            row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+            data: Any = self.data + start * row_bytes
+        else:
+            data = self.data[start:stop]
+        return Tensor(self.name, (stop - start, *self.shape[1:]), self.dtype, data)
+
+    def view(self, *shape: int) -> "Tensor":
+        """The same memory under another shape; no FP8 slot."""
+        if math.prod(shape) != self.size:
+            raise ValueError(f"{self.name} {self.shape} has not the size of {shape}")
+        data = self.data if isinstance(self.data, int) else self.data.reshape(shape)
+        return Tensor(self.name, shape, self.dtype, data)
