@@ -1,6 +1,8 @@
-"""One run, as a TOML file says it: the sections, their keys, the defaults (stated here and nowhere else).
+"""One run, as a TOML file says it: the sections, their keys, the defaults (stated here and nowhere
+else).
 
-Every key is documented at its field. `llmq_nb.config_file` reads and writes the files. Anything that can
+Every key is documented at its field. `llmq_nb.config_file` reads and writes the files. Anything
+that can
 be derived is a method, never a field; `None` means "derive", and the field says how.
 """
 
@@ -48,7 +50,7 @@ class DataConfig:
     train: str
     """Token store to train on (`.zarr`); made from `sources` on first use."""
     validation: str | None = None
-    """Token store for evaluation; made with `train` from the same sources (5 % of the documents)."""
+    """Token store for evaluation; made from 5 % of the same documents."""
     sources: tuple[str, ...] = ()
     """Files or globs to tokenize on first use; `${stdlib}` is this Python's standard library."""
     tokenizer: str = "bytes"

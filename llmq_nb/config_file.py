@@ -1,6 +1,7 @@
 """TOML files to Config and back: strict about keys, types and values.
 
-An unknown key is an error that names the nearest valid one; `--set section.key=value` goes through the
+An unknown key is an error that names the nearest valid one; `--set section.key=value` goes through
+the
 same checks. `to_toml` writes the resolved config that is saved with a run and read again on resume.
 """
 
@@ -19,7 +20,8 @@ from llmq_nb.core.errors import UserError
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
-    """The Config of a TOML file, with `section.key=value` overrides (TOML values; bare words are strings).
+    """The Config of a TOML file, with `section.key=value` overrides (TOML values; bare words are
+    strings).
 
     Raises UserError: no such file, not TOML, unknown or mistyped key, value out of range.
     """

@@ -6,10 +6,12 @@ Philox4x32-10 maps (key, counter) to four 32-bit words, ten rounds of two 32x32 
     counter  = (index / 8 low word, index / 8 high word, tensor id, update)
 
 One call serves eight consecutive elements of a tensor with 16 bits each: element `index` takes the
-low half (even index) or the high half (odd index) of word (index % 8) / 2. Shards are cut at multiples
+low half (even index) or the high half (odd index) of word (index % 8) / 2. Shards are cut at
+multiples
 of 1024 elements, so neither sharding nor the purpose ever shares or changes bits.
 
-Source   Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". Written from the paper.
+Source   Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". Written
+from the paper.
 """
 
 import enum
@@ -73,7 +75,8 @@ def normal(first: int, count: int, *, seed: int, tensor_id: int) -> NDArray[np.f
     coarse, so element i takes a whole pair of 32-bit words of counter group i / 2.
 
     A group of four words gives two pairs (u, v) and from each pair both values:
-    r = sqrt(-2 ln((u + 1) / 2^32)), (r cos(2 pi v / 2^32), r sin(2 pi v / 2^32)), so four normals a group.
+    r = sqrt(-2 ln((u + 1) / 2^32)), (r cos(2 pi v / 2^32), r sin(2 pi v / 2^32)), so four normals
+    a group.
     """
     group = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
     w = philox((group & LOW, group >> SHIFT, tensor_id, 0), (seed, int(Purpose.INIT)))

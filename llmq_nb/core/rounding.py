@@ -3,7 +3,8 @@
 nearest      round to nearest, ties to even (ml_dtypes)
 stochastic   x rounds up with the probability of its position between its two neighbours:
              add 16 random bits below the BF16 mantissa, then truncate. Non-finite stay as they are.
-quantize     per-tensor scaling to FP8 (just in time): the absmax lands on the format's largest value
+quantize     per-tensor scaling to FP8 (just in time): the absmax lands on the format's largest
+value
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ def to_float32(array: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def stochastic_bf16(x: NDArray[np.float32], bits: NDArray[np.uint16]) -> NDArray[Any]:
-    """float32 to BF16 with the 16 random bits of each element. Infinities and NaN round to nearest."""
+    """float32 to BF16 with 16 random bits an element. Infinities and NaN round to nearest."""
     pattern = np.ascontiguousarray(x).view(np.uint32)
     high = ((pattern + bits) >> np.uint32(16)).astype(np.uint16)
     finite = (pattern & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
@@ -29,7 +30,7 @@ def stochastic_bf16(x: NDArray[np.float32], bits: NDArray[np.uint16]) -> NDArray
 
 
 def stochastic_e4m3(x: NDArray[np.float32], bits: NDArray[np.uint16]) -> NDArray[Any]:
-    """float32, |x| <= 448, to e4m3: between the two neighbours, up where bits / 65536 < position."""
+    """float32, |x| <= 448, to e4m3: up to the next value where bits / 65536 < position."""
     magnitude = np.minimum(np.abs(x), np.float32(FP8_MAX[DType.E4M3]))
     exponent = np.frexp(magnitude)[1].astype(np.int32) - 1
     ulp = np.ldexp(
@@ -51,7 +52,7 @@ def absmax(x: NDArray[Any]) -> np.float32:
 
 
 def scales(absmax: np.float32 | float, dtype: DType) -> tuple[np.float32, np.float32]:
-    """(scale, inv_scale): scale = absmax / FP8_MAX dequantises, inv_scale multiplies before the cast."""
+    """(scale, inv_scale): scale = absmax / FP8_MAX dequantises; inv_scale goes before the cast."""
     largest = np.float32(FP8_MAX[dtype])
     amax = np.float32(absmax)
     return amax / largest, largest / np.maximum(amax, np.float32(ABSMAX_FLOOR))

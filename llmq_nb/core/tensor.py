@@ -1,8 +1,10 @@
 """What both engines pass around: a named buffer with a shape, a format and a place.
 
 `data` is a NumPy array on the cpu engine and a device address (an int) on the cuda engine; nothing
-in model/ looks inside. A tensor that feeds an FP8 product carries an `Fp8Slot`: its producer leaves the
-absmax there, the product quantises with it, and a recomputed tensor is requantised with the same absmax.
+in model/ looks inside. A tensor that feeds an FP8 product carries an `Fp8Slot`: its producer
+leaves the
+absmax there, the product quantises with it, and a recomputed tensor is requantised with the same
+absmax.
 """
 
 import dataclasses
@@ -16,8 +18,10 @@ from llmq_nb.core.dtype import DType
 class Fp8Slot:
     """How a tensor enters FP8 products.
 
-    format: e4m3 or e5m2. absmax: one float32 (array of 1 or address). codes, codes_t: where the engine
-    keeps the quantised tensor and its transpose between producer and product; None: it makes them on the fly.
+    format: e4m3 or e5m2. absmax: one float32 (array of 1 or address). codes, codes_t: where the
+    engine
+    keeps the quantised tensor and its transpose between producer and product; None: it makes them
+    on the fly.
     """
 
     format: DType
@@ -28,7 +32,7 @@ class Fp8Slot:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Tensor:
-    """A contiguous row-major buffer. name: unique in a run. fp8: set where it feeds an FP8 product."""
+    """A contiguous row-major buffer. name: unique in a run. fp8: set if it feeds FP8 products."""
 
     name: str
     shape: tuple[int, ...]

@@ -68,7 +68,7 @@ class ModelConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """V rounded up to a multiple of 16: the extra rows get no gradient and are never exported."""
+        """V rounded up to a multiple of 16: the extra rows get no gradient, no export."""
         return -(-self.V // ALIGNMENT) * ALIGNMENT
 
     @property

@@ -1,6 +1,8 @@
-"""The parameters of a model: their names, shapes and kinds, and the Hugging Face tensors inside them.
+"""The parameters of a model: their names, shapes and kinds, and the Hugging Face tensors inside
+them.
 
-Fused tensors are stored as rows: qkv as [q; k; v] and gate_up as [gate; up], so each Hugging Face tensor
+Fused tensors are stored as rows: qkv as [q; k; v] and gate_up as [gate; up], so each Hugging Face
+tensor
 is a view of rows. Tensor ids (for random bits) are ranks of the names in sorted order.
 """
 
