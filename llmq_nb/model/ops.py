@@ -1,0 +1,216 @@
+"""The operations that a model is written in. One mathematics, two engines.
+
+`block.py` and `transformer.py` call nothing but this interface; `engine_cpu` (NumPy) and the cuda
+engine
+implement it. Outputs come first, then inputs, then keyword scalars. An engine is built for one
+model and
+one rank and binds what never changes: head counts, eps, RoPE tables, formats, the stream.
+
+Letters  N = B * T rows, C hidden, F feed-forward, H query heads, G key/value heads, D head_dim, V
+vocabulary.
+Rounding Arithmetic is float32; every output is rounded once to its storage format.
+FP8      A product is FP8 if its weight has an `fp8` slot: then x and dy have one too, each tensor
+is
+         scaled by its own absmax, and quantisation, layouts and absmax slots are the engine's
+         business.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+from llmq_nb.core.tensor import Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Inputs:
+    """What a micro-step reads, in fixed buffers: int32 tensors of (B, T) and the step's scalars.
+
+    order: stable argsort of the flattened tokens, for the embedding's backward.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    segment_start: Tensor
+    order: Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Scalars:
+    """Values that change from step to step; a graph reads them from a device buffer, never from
+    Python.
+
+    inv_supervised: 1 / supervised tokens of the whole step. correction1, 2: 1 - beta^(step + 1).
+    update: step * grad_accumulation + micro_step, the last word of the random counter.
+    """
+
+    learning_rate: float = 0.0
+    inv_supervised: float = 0.0
+    correction1: float = 1.0
+    correction2: float = 1.0
+    update: int = 0
+
+
+class Ops(Protocol):
+    """One rank's operations, in stream order."""
+
+    scalars: Scalars
+
+    def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
+        """x[n] = table[tokens[n]]. x: (N, C), table: (V, C)."""
+        ...
+
+    def embedding_backward(
+        self, dtable: Tensor, dx: Tensor, tokens: Tensor, order: Tensor, *, accumulate: bool
+    ) -> None:
+        """dtable[t] (+)= sum of dx[n] over tokens[n] == t, in the order of n, rounded once."""
+        ...
+
+    def rmsnorm(self, y: Tensor, rstd: Tensor, x: Tensor, weight: Tensor) -> None:
+        """y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps). x, y: (N, C), rstd: (N,)."""
+        ...
+
+    def residual_rmsnorm(
+        self,
+        residual_out: Tensor,
+        y: Tensor,
+        rstd: Tensor,
+        residual: Tensor,
+        x: Tensor,
+        weight: Tensor,
+    ) -> None:
+        """residual_out = residual + x (rounded), then y, rstd = rmsnorm of it."""
+        ...
+
+    def rmsnorm_backward(
+        self,
+        dx: Tensor,
+        dweight: Tensor,
+        dy: Tensor,
+        dresidual: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        rstd: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None:
+        """dx = dresidual + the norm's gradient; dweight (+)= sum_n dy x rstd. dx may be dresidual."""
+        ...
+
+    def qk_norm(
+        self, heads: Tensor, rstd: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor
+    ) -> None:
+        """RMSNorm over D of every query and key head; values are copied. rstd: (N, H + G)."""
+        ...
+
+    def qk_norm_backward(
+        self,
+        dqkv: Tensor,
+        dq_weight: Tensor,
+        dk_weight: Tensor,
+        dheads: Tensor,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        rstd: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None: ...
+
+    def rope(self, heads: Tensor, segment_start: Tensor) -> None:
+        """Rotate queries and keys in place by their position t - segment_start[t]."""
+        ...
+
+    def rope_backward(self, dheads: Tensor, segment_start: Tensor) -> None:
+        """Rotate the gradients back, in place."""
+        ...
+
+    def attention(self, out: Tensor, lse: Tensor, heads: Tensor, segment_start: Tensor) -> None:
+        """out = softmax(q k^T / sqrt(D)) v, causal within a document.
+
+        heads: (N, (H + 2 G) D) as [q; k; v], out: (N, H D), lse: (B, H, T) float32.
+        """
+        ...
+
+    def attention_backward(
+        self,
+        dheads: Tensor,
+        dout: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        heads: Tensor,
+        segment_start: Tensor,
+    ) -> None: ...
+
+    def linear(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """y = x weight^T + bias. x: (N, K), weight: (M, K), y: (N, M)."""
+        ...
+
+    def linear_backward(
+        self,
+        dx: Tensor,
+        dweight: Tensor,
+        dbias: Tensor | None,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None:
+        """dx = dy weight, dweight (+)= dy^T x, dbias (+)= sum_n dy (never from the FP8 codes)."""
+        ...
+
+    def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
+        """y = gate / (1 + exp(-gate)) * up. gate_up: (N, 2 F) as [gate, up]; y: (N, F)."""
+        ...
+
+    def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None: ...
+
+    def cross_entropy(
+        self, logits: Tensor, loss: Tensor, lse: Tensor, targets: Tensor, *, gradient: bool
+    ) -> None:
+        """Per row: loss = lse - logits[target] + z lse^2, 0 where the target is -100; lse always.
+
+        gradient: logits become d(loss * inv_supervised) / d(logits) in place, masked rows all zero.
+        Without it z is 0 and the logits are left alone. Columns beyond the vocabulary count for
+        nothing.
+        """
+        ...
+
+    def reduce_loss(self, total: Tensor, loss: Tensor, lse: Tensor, *, accumulate: bool) -> None:
+        """total[0] (+)= sum(loss) * inv_supervised, total[1] = max(total[1], lse). Fixed order."""
+        ...
+
+    def global_norm(self, norms: Tensor, total: Tensor, grads: list[Tensor]) -> None:
+        """norms[i] = |grads[i]|^2; total = (norm, clip factor, 1 if finite else 0). Fixed order."""
+        ...
+
+    def adamw(
+        self,
+        master: Tensor,
+        weight: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        total: Tensor,
+        *,
+        tensor_id: int,
+        decayed: bool,
+        m_scale: Tensor | None = None,
+    ) -> None:
+        """One AdamW update with `total`'s clip factor; writes nothing if total says not finite.
+
+        weight may share master's memory. Storage below float32 is rounded stochastically.
+        """
+        ...
+
+    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
+        """x = std * standard normal of the element's counter."""
+        ...
+
+    def read(self, tensor: Tensor) -> Any:
+        """The content as a NumPy array (waits for the stream)."""
+        ...
+
+    def write(self, tensor: Tensor, array: Any) -> None:
+        """Set the content from a NumPy array, rounded to nearest."""
+        ...

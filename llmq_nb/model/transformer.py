@@ -1,0 +1,119 @@
+"""One rank's model: the embedding, the blocks and the chunked head, forward and backward.
+
+The methods are the phases of a micro-step; `llmq_nb.train.step` calls them over all ranks in
+lock-step
+(a gradient's reduction needs every rank's contribution before it is ordered). Units are gathered
+one
+ahead of their use.
+"""
+
+import dataclasses
+
+from llmq_nb.model.activations import BlockActivations, Gradients, HeadActivations
+from llmq_nb.model.block import block_backward, block_forward
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.ops import Inputs, Ops
+from llmq_nb.model.recompute import recompute_block
+from llmq_nb.model.weights import Unit, WeightStore
+
+
+@dataclasses.dataclass(slots=True)
+class Transformer:
+    """config: the shape. dropped: activations that backward computes again."""
+
+    config: ModelConfig
+    ops: Ops
+    inputs: Inputs
+    weights: WeightStore
+    gradients: WeightStore
+    blocks: list[BlockActivations]
+    head: HeadActivations
+    g: Gradients
+    dropped: frozenset[str]
+
+    def embed(self) -> None:
+        """The first residual: the embeddings of the tokens."""
+        table = self.weights.get("embedding").table
+        self.weights.gather(0)
+        self.ops.embedding(self.blocks[0].residual, self.inputs.tokens, table)
+        self.weights.release("embedding")
+
+    def forward(self, layer: int) -> None:
+        """One block."""
+        w = self.weights.get(layer)
+        self.weights.gather(self._after(layer))
+        previous = self.blocks[layer - 1] if layer else None
+        block_forward(self.blocks[layer], w, self.ops, self.inputs.segment_start, previous)
+        self.weights.release(layer)
+
+    def head_loss(self, *, gradient: bool, accumulate: bool = False) -> None:
+        """The final norm and the LM head in chunks; the losses, and the gradient of the residual.
+
+        The logits of one chunk exist at a time: they become their own gradient in place.
+        """
+        ops, h, last = self.ops, self.head, self.blocks[-1]
+        w = self.weights.get("head")
+        ops.residual_rmsnorm(
+            h.residual, h.head_in, h.rstd, last.residual_mid, last.down, w.final_norm
+        )
+        dw = self.gradients.get("head") if gradient else None
+        targets = self.inputs.targets.view(self.inputs.targets.size)
+        for start in range(0, h.loss.size, h.logits.shape[0]):
+            rows = (start, min(start + h.logits.shape[0], h.loss.size))
+            logits, head_in = h.logits.rows(0, rows[1] - rows[0]), h.head_in.rows(*rows)
+            ops.linear(logits, head_in, w.table)
+            ops.cross_entropy(
+                logits,
+                h.loss.rows(*rows),
+                h.lse.rows(*rows),
+                targets.rows(*rows),
+                gradient=gradient,
+            )
+            if dw is not None:
+                ops.linear_backward(
+                    self.g.norm_in.rows(*rows),
+                    dw.table,
+                    None,
+                    logits,
+                    head_in,
+                    w.table,
+                    accumulate=accumulate or start > 0,
+                )
+        ops.reduce_loss(h.total, h.loss, h.lse, accumulate=accumulate)
+        if dw is not None:
+            ops.rmsnorm_backward(
+                self.g.residual,
+                dw.final_norm,
+                self.g.norm_in,
+                None,
+                h.residual,
+                w.final_norm,
+                h.rstd,
+                accumulate=accumulate,
+            )
+            self.gradients.release("head")
+        self.weights.release("head")
+
+    def backward(self, layer: int, *, accumulate: bool) -> None:
+        """One block's gradients; what forward dropped is computed again first."""
+        w, dw, a = self.weights.get(layer), self.gradients.get(layer), self.blocks[layer]
+        self.weights.gather(layer - 1 if layer else "embedding")
+        recompute_block(a, w, self.ops, self.inputs.segment_start, self.dropped)
+        block_backward(self.g, dw, a, w, self.ops, self.inputs.segment_start, accumulate=accumulate)
+        self.gradients.release(layer)
+        self.weights.release(layer)
+
+    def embed_backward(self, *, accumulate: bool) -> None:
+        """The table's gradient; a tied table already holds the head's."""
+        dtable = self.gradients.get("embedding").table
+        self.ops.embedding_backward(
+            dtable,
+            self.g.residual,
+            self.inputs.tokens,
+            self.inputs.order,
+            accumulate=accumulate or self.config.tied,
+        )
+        self.gradients.release("embedding")
+
+    def _after(self, layer: int) -> Unit:
+        return layer + 1 if layer + 1 < self.config.L else "head"
