@@ -61,7 +61,7 @@ def block_backward(
     *,
     accumulate: bool,
 ) -> None:
-    """The forward's list reversed. g.residual: in, of y; out, of x. dw (+)= the weights' gradients."""
+    """The forward's list reversed. g.residual: of y going in, of x coming out. dw: (+)=."""
     # y = h + Wdown act: the residual's gradient is also the product's
     ops.linear_backward(g.act, dw.down, None, g.residual, a.act, w.down, accumulate=accumulate)
     ops.swiglu_backward(g.gate_up, g.act, a.gate_up)

@@ -93,7 +93,7 @@ class Ops(Protocol):
         *,
         accumulate: bool,
     ) -> None:
-        """dx = dresidual + the norm's gradient; dweight (+)= sum_n dy x rstd. dx may be dresidual."""
+        """dx = dresidual + the norm's gradient (in place if the same); dweight (+)= sum dy x rstd."""
         ...
 
     def qk_norm(

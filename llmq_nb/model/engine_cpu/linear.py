@@ -1,0 +1,102 @@
+"""Products, SwiGLU and the embedding, forward and backward, on NumPy arrays.
+
+An FP8 product multiplies the codes and then both scales: the codes are exact in float32, so the
+only
+roundings are the float32 sums and the output's, as on the GPU.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmq_nb.core.rounding import absmax, quantize, to_float32
+from llmq_nb.core.tensor import Tensor
+from llmq_nb.model.engine_cpu.rows import each_rows
+
+Array = NDArray[Any]
+Float = NDArray[np.float32]
+
+
+def operand(tensor: Tensor, *, fp8: bool) -> tuple[Float, np.float32]:
+    """(values, scale) of a product's input: its codes and scale in FP8, else itself and 1."""
+    if not fp8:
+        return to_float32(tensor.data), np.float32(1.0)
+    assert tensor.fp8 is not None, f"{tensor.name} feeds an FP8 product and has no FP8 slot"
+    tensor.fp8.absmax[0] = absmax(tensor.data)
+    codes, scale = quantize(tensor.data, tensor.fp8.format, tensor.fp8.absmax[0])
+    return codes.astype(np.float32), scale
+
+
+def linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    fp8 = weight.fp8 is not None
+    xs, x_scale = operand(x, fp8=fp8)
+    ws, w_scale = operand(weight, fp8=fp8)
+    product = xs @ ws.T
+    if fp8:
+        product *= x_scale * w_scale
+    if bias is not None:
+        product += to_float32(bias.data)
+    y.data[...] = product
+
+
+def linear_backward(
+    dx: Tensor, dy: Tensor, x: Tensor, weight: Tensor, *, with_bias: bool
+) -> tuple[Float, Float | None]:
+    """Writes dx and returns (dweight, dbias)."""
+    fp8 = weight.fp8 is not None
+    dys, dy_scale = operand(dy, fp8=fp8)
+    xs, x_scale = operand(x, fp8=fp8)
+    ws, w_scale = operand(weight, fp8=fp8)
+    grad, dweight = dys @ ws, dys.T @ xs
+    if fp8:
+        grad *= dy_scale * w_scale
+        dweight *= dy_scale * x_scale
+    dx.data[...] = grad
+    # of the values, not of the codes: a sum of rounding errors would be added to every row
+    dbias = to_float32(dy.data).sum(axis=0) if with_bias else None
+    return dweight, dbias
+
+
+def swiglu(y: Array, gate_up: Array) -> None:
+    F = y.shape[1]
+
+    def work(rows: slice) -> None:
+        gate, up = to_float32(gate_up[rows, :F]), to_float32(gate_up[rows, F:])
+        y[rows] = gate * _sigmoid(gate) * up
+
+    each_rows(work, y.shape[0], 2 * F)
+
+
+def swiglu_backward(dgate_up: Array, dy: Array, gate_up: Array) -> None:
+    F = dy.shape[1]
+
+    def work(rows: slice) -> None:
+        gate, up = to_float32(gate_up[rows, :F]), to_float32(gate_up[rows, F:])
+        grad, sigmoid = to_float32(dy[rows]), _sigmoid(gate)
+        silu = gate * sigmoid
+        dgate_up[rows, F:] = grad * silu
+        # silu' = sigmoid + silu (1 - sigmoid)
+        dgate_up[rows, :F] = grad * up * (sigmoid + silu * (np.float32(1.0) - sigmoid))
+
+    each_rows(work, dy.shape[0], 2 * F)
+
+
+def _sigmoid(x: Float) -> Float:
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives 0, the right limit
+        return np.float32(1.0) / (np.float32(1.0) + np.exp(-x))
+
+
+def embedding_gradient(
+    dtable: Array, dx: Array, tokens: NDArray[np.int32], order: NDArray[np.int32], accumulate: bool
+) -> None:
+    """dtable[t] (+)= sum of the rows of dx whose token is t, in row order, rounded once."""
+    if not accumulate:
+        dtable[...] = 0
+    if tokens.size == 0:
+        return
+    in_order = tokens[order]
+    first = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))
+    sums = np.add.reduceat(to_float32(dx)[order], first, axis=0)
+    touched = in_order[first]
+    dtable[touched] = to_float32(dtable[touched]) + sums
