@@ -93,7 +93,7 @@ class Ops(Protocol):
         *,
         accumulate: bool,
     ) -> None:
-        """dx = dresidual + the norm's gradient (in place if the same); dweight (+)= sum dy x rstd."""
+        """dx = dresidual + the norm's gradient; dweight (+)= sum dy x rstd. In place is fine."""
         ...
 
     def qk_norm(

@@ -1,4 +1,4 @@
-"""The cpu engine: every operation of `llmq_nb.model.ops` in NumPy, with the cuda engine's rounding points."""
+"""The cpu engine: the operations of `model.ops` in NumPy, with the GPU's rounding points."""
 
 from llmq_nb.model.engine_cpu.ops import CpuOps
 

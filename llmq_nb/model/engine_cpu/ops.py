@@ -14,7 +14,7 @@ from llmq_nb.core.rng import normal
 from llmq_nb.core.rounding import to_float32
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.model.engine_cpu import attention, linear, loss, norm, optimizer
+from llmq_nb.model.engine_cpu import attention, classifier, linear, norm, optimizer
 from llmq_nb.model.engine_cpu.rows import accumulated
 from llmq_nb.model.ops import Scalars
 
@@ -178,11 +178,11 @@ class CpuOps:
         linear.swiglu_backward(dgate_up.data, dy.data, gate_up.data)
 
     def cross_entropy(
-        self, logits: Tensor, loss_rows: Tensor, lse: Tensor, targets: Tensor, *, gradient: bool
+        self, logits: Tensor, loss: Tensor, lse: Tensor, targets: Tensor, *, gradient: bool
     ) -> None:
-        loss.cross_entropy(
+        classifier.cross_entropy(
             logits.data,
-            loss_rows.data,
+            loss.data,
             lse.data,
             targets.data,
             self.config.V,
