@@ -23,8 +23,6 @@ from llmq_nb.model.ops import Scalars
 Float = NDArray[np.float32]
 M_GROUP = 128
 """Values of an e4m3 first moment that share a scale."""
-SLICE = 1 << 16
-"""Elements of a slice: a multiple of M_GROUP and of the eight elements of a random counter."""
 
 
 def squared_norm(grad: NDArray[Any]) -> np.float32:
