@@ -66,7 +66,8 @@ def _scores(q: Float, k: Float, starts: NDArray[np.int32], block: tuple[int, int
     first, end, key = block
     scores = q[:, first:end] @ k[key:end].T
     t, s = np.arange(first, end)[:, None], np.arange(key, end)
-    scores[:, (s > t) | (s < starts[first:end, None])] = -np.inf
+    hidden = (s > t) | (s < starts[first:end, None])
+    scores += np.where(hidden, np.float32(-np.inf), np.float32(0.0))
     return scores
 
 

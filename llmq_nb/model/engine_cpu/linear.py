@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmq_nb.core.rounding import absmax, quantize, to_float32
 from llmq_nb.core.tensor import Tensor
-from llmq_nb.model.engine_cpu.rows import each_rows
+from llmq_nb.model.engine_cpu.rows import accumulated, each_rows, product
 
 Array = NDArray[Any]
 Float = NDArray[np.float32]
@@ -32,30 +32,25 @@ def linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     fp8 = weight.fp8 is not None
     xs, x_scale = operand(x, fp8=fp8)
     ws, w_scale = operand(weight, fp8=fp8)
-    product = xs @ ws.T
-    if fp8:
-        product *= x_scale * w_scale
-    if bias is not None:
-        product += to_float32(bias.data)
-    y.data[...] = product
+    shift = None if bias is None else to_float32(bias.data)
+    product(y.data, xs, ws.T, scale=x_scale * w_scale, bias=shift)
 
 
 def linear_backward(
-    dx: Tensor, dy: Tensor, x: Tensor, weight: Tensor, *, with_bias: bool
-) -> tuple[Float, Float | None]:
-    """Writes dx and returns (dweight, dbias)."""
+    dx: Tensor, dweight: Tensor, dy: Tensor, x: Tensor, weight: Tensor, *, accumulate: bool
+) -> None:
     fp8 = weight.fp8 is not None
     dys, dy_scale = operand(dy, fp8=fp8)
     xs, x_scale = operand(x, fp8=fp8)
     ws, w_scale = operand(weight, fp8=fp8)
-    grad, dweight = dys @ ws, dys.T @ xs
-    if fp8:
-        grad *= dy_scale * w_scale
-        dweight *= dy_scale * x_scale
-    dx.data[...] = grad
-    # of the values, not of the codes: a sum of rounding errors would be added to every row
-    dbias = to_float32(dy.data).sum(axis=0) if with_bias else None
-    return dweight, dbias
+    product(dweight.data, dys.T, xs, scale=dy_scale * x_scale, accumulate=accumulate)
+    product(dx.data, dys, ws, scale=dy_scale * w_scale)
+
+
+def bias_gradient(dbias: Array, dy: Array, *, accumulate: bool) -> None:
+    """Of the values, not of the codes: a sum of rounding errors would be added to every row."""
+    sums = each_rows(lambda rows: to_float32(dy[rows]).sum(axis=0), *dy.shape)
+    accumulated(dbias, np.sum(sums, axis=0, dtype=np.float32), accumulate)
 
 
 def swiglu(y: Array, gate_up: Array) -> None:

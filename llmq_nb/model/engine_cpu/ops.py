@@ -166,10 +166,9 @@ class CpuOps:
         *,
         accumulate: bool,
     ) -> None:
-        grad, bias_grad = linear.linear_backward(dx, dy, x, weight, with_bias=dbias is not None)
-        accumulated(dweight.data, grad, accumulate)
-        if dbias is not None and bias_grad is not None:
-            accumulated(dbias.data, bias_grad, accumulate)
+        linear.linear_backward(dx, dweight, dy, x, weight, accumulate=accumulate)
+        if dbias is not None:
+            linear.bias_gradient(dbias.data, dy.data, accumulate=accumulate)
 
     def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
         linear.swiglu(y.data, gate_up.data)
