@@ -110,44 +110,58 @@ class Packing:
     def read(self, block: int) -> Windows:
         """All windows of a block, in order."""
         begin, end = int(self.bounds[block]), int(self.bounds[block + 1])
-        tokens, targets, document_start = self._read_stream(begin, end)
-        windows = int(self.first_window[block + 1] - self.first_window[block])
-        T = self.seq_len
+        windows, T = int(self.first_window[block + 1] - self.first_window[block]), self.seq_len
+        tokens, targets, segment_start = (np.empty(windows * T, np.int32) for _ in range(3))
         if self._pieces is None:
-            place = np.arange(end - begin)
-            starts = np.maximum(document_start - begin, place - place % T)
+            place = slice(0, end - begin)
+            tokens[end - begin :], targets[end - begin :] = 0, IGNORE
+            self._stream_segments(segment_start, begin, end)
         else:
-            place, starts = self._scatter(block, begin, end)
-        return _fill(windows, T, place, tokens, targets, starts)
+            tokens[:], targets[:] = 0, IGNORE
+            place = self._packed_segments(segment_start, block, begin, end)
+        self._read_stream(tokens, targets, place, begin, end)
+        return Windows(*(a.reshape(windows, T) for a in (tokens, targets, segment_start)))
 
-    def _read_stream(self, begin: int, end: int) -> tuple[Array, Array, NDArray[np.int64]]:
-        """Tokens begin to end, their targets and their documents' starts (in the store)."""
+    def _read_stream(
+        self, tokens: Array, targets: Array, place: slice | NDArray[np.int64], begin: int, end: int
+    ) -> None:
+        """Write tokens begin to end and their targets at their places."""
         ahead = min(end + 1, len(self.store))
-        tokens = self.store.read(begin, ahead).astype(np.int32)
-        targets = np.full(end - begin, IGNORE, np.int32)
-        targets[: ahead - begin - 1] = tokens[1:]
+        stream = self.store.read(begin, ahead)
+        following = np.full(end - begin, IGNORE, np.int32)
+        following[: ahead - begin - 1] = stream[1:]
         mask = self.store.read_mask(begin, ahead)
         if mask is not None:
-            targets[: ahead - begin - 1][~mask[1:]] = IGNORE
-        a, b = np.searchsorted(self._starts, [begin, end], side="right")
+            following[: ahead - begin - 1][~mask[1:]] = IGNORE
         # Document starts in (begin, end]: the token before one is the last of its document.
-        targets[self._starts[a:b] - begin - 1] = IGNORE
-        first = self._starts[a - 1 : b]
-        edges = np.minimum(np.append(first[1:], end), end)
-        document_start = np.repeat(first, edges - np.append(begin, edges[:-1]))
-        return tokens[: end - begin], targets, document_start
+        a, b = np.searchsorted(self._starts, [begin, end], side="right")
+        following[self._starts[a:b] - begin - 1] = IGNORE
+        tokens[place], targets[place] = stream[: end - begin], following
 
-    def _scatter(
-        self, block: int, begin: int, end: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Each token's place in the block's row of windows, and that of its piece's first token."""
+    def _stream_segments(self, segment_start: Array, begin: int, end: int) -> None:
+        """Write each token's segment start; `end` and beyond is padding, a segment of its own."""
+        a, b = np.searchsorted(self._starts, [begin, end], side="left")
+        first = np.concatenate([[begin], self._starts[a:b], [end, begin + len(segment_start)]])
+        first -= begin
+        segment_start[:] = np.repeat(first[:-1].astype(np.int32), np.diff(first))
+        rows = segment_start.reshape(-1, self.seq_len)
+        rows -= np.arange(0, rows.size, self.seq_len, dtype=np.int32)[:, None]
+        np.maximum(rows, 0, out=rows)
+
+    def _packed_segments(
+        self, segment_start: Array, block: int, begin: int, end: int
+    ) -> NDArray[np.int64]:
+        """Write each place's segment start; return each token's place in the row of windows."""
         assert self._pieces is not None
+        T = self.seq_len
         a, b = np.searchsorted(self._pieces, [begin, end])
-        pieces = self._pieces[a : b + 1]
-        offset = self._place[a:b] - self.first_window[block] * self.seq_len
-        starts = np.repeat(offset, np.diff(pieces))
-        within = np.arange(end - begin) - np.repeat(pieces[:-1] - begin, np.diff(pieces))
-        return starts + within, starts
+        lengths = np.diff(self._pieces[a : b + 1])
+        offset = self._place[a:b] - self.first_window[block] * T
+        place = np.repeat(offset - (self._pieces[a:b] - begin), lengths) + np.arange(end - begin)
+        used = np.bincount(offset // T, lengths, minlength=len(segment_start) // T)
+        segment_start[:] = np.repeat(used.astype(np.int32), T)  # padding is at each window's end
+        segment_start[place] = np.repeat((offset % T).astype(np.int32), lengths)
+        return place
 
 
 def _check_store(store: TokenSource, seq_len: int) -> None:
@@ -163,24 +177,6 @@ def _check_store(store: TokenSource, seq_len: int) -> None:
             where=store.name,
             mend="tokenize data with something to learn, such as chats with an assistant",
         )
-
-
-def _fill(
-    windows: int,
-    T: int,
-    place: NDArray[np.int64],
-    tokens: Array,
-    targets: Array,
-    starts: NDArray[np.int64],
-) -> Windows:
-    """Windows [windows, T] with the given tokens at their places and padding elsewhere."""
-    flat = [np.zeros(windows * T, np.int32), np.full(windows * T, IGNORE, np.int32)]
-    flat[0][place], flat[1][place] = tokens, targets
-    # Padding is at the end of each window: its segment starts where the last token's place ends.
-    used = np.bincount(place // T, minlength=windows)
-    segment = np.repeat(used.astype(np.int32), T)
-    segment[place] = (starts % T).astype(np.int32)
-    return Windows(*(a.reshape(windows, T) for a in (*flat, segment)))
 
 
 def _pieces(starts: NDArray[np.int64], total: int, T: int) -> NDArray[np.int64]:
