@@ -7,6 +7,7 @@ puts them.
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Ids: ...
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
+    def encode_offsets(self, text: str, *, special: bool) -> tuple[Ids, NDArray[np.int64]]:
+        """Ids and the index of the character that each begins with, both [n].
+
+        special: names of special tokens in the text become their ids (for chat templates alone).
+        """
+        ...
+
     def decode(self, ids: Sequence[int] | Ids) -> str: ...
 
 
@@ -75,10 +83,32 @@ class ByteTokenizer:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_offsets(self, text: str, *, special: bool) -> tuple[Ids, NDArray[np.int64]]:
+        """See Tokenizer."""
+        ids: list[Ids] = [np.empty(0, np.int32)]
+        starts: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+        begin = 0
+        # re.split with a group keeps the separators: every second part is a special token.
+        for i, part in enumerate(re.split(_NAMES, text) if special else [text]):
+            if i % 2:
+                ids.append(np.array([self.special_ids[part]], np.int32))
+                starts.append(np.array([begin]))
+            else:
+                ids.append(self.encode(part))
+                points = np.frombuffer(part.encode("utf-32-le"), np.uint32)
+                # A character takes one byte, and one more from each of these code points on.
+                size = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
+                starts.append(np.repeat(np.arange(begin, begin + len(part)), size))
+            begin += len(part)
+        return np.concatenate(ids), np.concatenate(starts)
+
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """The text; special ids are left out, bytes that are not UTF-8 become U+FFFD."""
         values = np.asarray(ids, np.int64)
         return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+_NAMES = "(" + "|".join(map(re.escape, ByteTokenizer.special_ids)) + ")"
 
 
 class FileTokenizer:
@@ -112,8 +142,16 @@ class FileTokenizer:
         self.eos_id = self._fallback_eos() if eos is None else eos
         self.bos_id = self._named_id("bos_token")
         self.chat_template = self._chat_template()
-        # Set last: special tokens in documents are plain text to encode and decode.
+        # From here on names of special tokens are plain text; `encode_offsets` has another one.
         self._rust.encode_special_tokens = True
+        self._definition = data
+
+    @cached_property
+    def _rust_special(self) -> RustTokenizer:
+        rust = RustTokenizer.from_buffer(self._definition)
+        rust.no_padding()
+        rust.no_truncation()
+        return rust
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -170,6 +208,13 @@ class FileTokenizer:
         """`encode` of each text, on all cores."""
         encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_offsets(self, text: str, *, special: bool) -> tuple[Ids, NDArray[np.int64]]:
+        """See Tokenizer."""
+        rust = self._rust_special if special else self._rust
+        encoding = rust.encode(text, add_special_tokens=False)
+        starts = np.array([begin for begin, _ in encoding.offsets], np.int64)
+        return np.array(encoding.ids, np.int32), starts
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """The text, special ids left out."""
