@@ -1,0 +1,229 @@
+"""Export: a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    OUT/config.json  generation_config.json  model.safetensors (or shards and their index)
+        tokenizer files as they were  .llmq_nb_export (what we wrote)
+
+Everything goes to a staging folder beside OUT, is fsynced and then renamed, so OUT is complete or
+absent. Tensors leave one parameter at a time: memory is one parameter and its rounded copy.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from llmq_nb.core.dtype import DType
+from llmq_nb.core.errors import MachineError, UserError
+from llmq_nb.io.config_json import model_config_json
+from llmq_nb.io.hf_config import write_model_config
+from llmq_nb.io.safetensors_io import TensorSpec, atomic_file, fsync_folder, write_sharded
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.parameters import Parameter, RowView, model_parameters
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+GENERATION_NAME = "generation_config.json"
+MARKER_NAME = ".llmq_nb_export"
+"""Lists our files: a folder that holds nothing else may be replaced by a new export."""
+DEFAULT_SHARD_SIZE = 5 * 10**9
+_SLACK = 4 << 20
+"""Bytes kept free beyond the payload: headers, JSON files, file-system blocks."""
+
+
+def export_model(
+    out_dir: str | os.PathLike[str],
+    config: ModelConfig,
+    get: Callable[[Parameter], NDArray[Any]],
+    *,
+    dtype: DType = DType.BF16,
+    tokenizer_dir: str | os.PathLike[str] | None = None,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    generation: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the model to `out_dir` and return its path.
+
+    get: the parameter's array in our shape (padded vocabulary, fused rows), called once for each in
+        forward order; rounded to nearest into `dtype` (fp32 or bf16).
+    tokenizer_dir: a folder whose tokenizer files are copied, or a `tokenizer.json`.
+    generation: keys for generation_config.json; None takes the file beside the tokenizer if there
+        is one. Token ids default to the config's.
+    UserError before anything is written: foreign files in `out_dir`, folder not writable, too
+    little disk, no tokenizer there, a shape that transformers lacks. MachineError if a write fails.
+    """
+    if dtype not in (DType.BF16, DType.FP32):
+        raise UserError(f"export as {dtype}", mend="choose bf16 or fp32")
+    if max_shard_size < 1:
+        raise UserError(f"max_shard_size {max_shard_size}", mend="must be positive [bytes]")
+    out = Path(os.path.realpath(out_dir))
+    model_config_json(config, dtype)  # its errors come before any file
+    copies = _tokenizer_files(tokenizer_dir)
+    settings = _generation(config, generation, tokenizer_dir)
+    specs, owner = _plan(config, dtype)
+    _check_target(out)
+    _check_space(out, sum(s.nbytes for s in specs) + sum(p.stat().st_size for p in copies.values()))
+    with _staging(out) as stage:
+        write_model_config(config, stage, dtype)
+        _write_json(stage / GENERATION_NAME, settings)
+        for name, source in copies.items():
+            with source.open("rb") as file, atomic_file(stage / name) as copy:
+                shutil.copyfileobj(file, copy)
+        read = _OneAtATime(get, owner, dtype)
+        write_sharded(stage, specs, read, max_shard_size=max_shard_size)
+        files = sorted(path.name for path in stage.iterdir())
+        _write_json(stage / MARKER_NAME, {"files": files})
+    return out
+
+
+class _OneAtATime:
+    """Hugging Face tensor by name from fused parameters, holding the latest one only."""
+
+    def __init__(
+        self,
+        get: Callable[[Parameter], NDArray[Any]],
+        owner: dict[str, tuple[Parameter, RowView]],
+        dtype: DType,
+    ) -> None:
+        self._get, self._owner, self._dtype = get, owner, dtype
+        self._name, self._array = "", None
+
+    def __call__(self, hf_name: str) -> NDArray[Any]:
+        parameter, view = self._owner[hf_name]
+        if self._array is None or self._name != parameter.name:
+            self._array = None  # freed before the next one is made
+            array = self._get(parameter)
+            if array.shape != parameter.shape:
+                raise ValueError(f"{parameter.name} is {array.shape}, not {parameter.shape}")
+            self._name, self._array = parameter.name, array
+        return self._array[view.start : view.stop].astype(self._dtype.numpy, copy=False)
+
+
+def _plan(
+    config: ModelConfig, dtype: DType
+) -> tuple[list[TensorSpec], dict[str, tuple[Parameter, RowView]]]:
+    """Tensors in forward order, and the parameter and rows that each comes from."""
+    specs, owner = [], {}
+    for p in model_parameters(config):
+        for view in p.views:
+            shape = (view.stop - view.start, *p.shape[1:])
+            specs.append(TensorSpec(view.hf_name, dtype.numpy, shape))
+            owner[view.hf_name] = (p, view)
+    return specs, owner
+
+
+def _tokenizer_files(source: str | os.PathLike[str] | None) -> dict[str, Path]:
+    """Name in the export -> file."""
+    if source is None:
+        return {}
+    path = Path(source)
+    if path.is_file() and path.name != "tokenizer.json":
+        return {"tokenizer.json": path}
+    folder = path.parent if path.is_file() else path
+    found = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if not found:
+        raise UserError(f"no tokenizer files in {folder}", mend="expected tokenizer.json there")
+    return found
+
+
+def _generation(
+    config: ModelConfig,
+    generation: Mapping[str, Any] | None,
+    tokenizer_dir: str | os.PathLike[str] | None,
+) -> dict[str, Any]:
+    """Keys of generation_config.json; ids of the config where none are given."""
+    eos = list(config.eos_ids)
+    ids: dict[str, Any] = {
+        "bos_token_id": config.bos_ids[0] if config.bos_ids else None,
+        "eos_token_id": eos if len(eos) > 1 else (eos[0] if eos else None),
+        "pad_token_id": config.pad_id,
+    }
+    if generation is None and tokenizer_dir is not None:
+        path = Path(tokenizer_dir)
+        path = (path if path.is_dir() else path.parent) / GENERATION_NAME
+        if path.is_file():
+            try:
+                generation = dict(json.loads(path.read_bytes()))
+            except (ValueError, TypeError) as error:
+                raise UserError(f"no JSON object ({error})", where=str(path)) from error
+    return {**{k: v for k, v in ids.items() if v is not None}, **(generation or {})}
+
+
+def _check_target(out: Path) -> None:
+    """`out` must be absent, empty or an export of ours, and its parent writable."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file", mend="give a folder")
+    if out.is_dir():
+        foreign = _foreign(out)
+        if foreign is not None:
+            mend = "choose a new folder, or empty this one"
+            raise UserError(f"'{foreign}' is in {out} and no export wrote it", mend=mend)
+    parent = _existing_parent(out)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to {parent}", mend="choose another output folder")
+
+
+def _foreign(out: Path) -> str | None:
+    """The first name in `out` that our marker does not list."""
+    try:
+        ours = set(json.loads((out / MARKER_NAME).read_bytes())["files"]) | {MARKER_NAME}
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = set()
+    return min((path.name for path in out.iterdir() if path.name not in ours), default=None)
+
+
+def _existing_parent(out: Path) -> Path:
+    parent = out.parent
+    while not parent.exists():
+        parent = parent.parent
+    return parent
+
+
+def _check_space(out: Path, payload: int) -> None:
+    """An old export stays until the new one is complete, so its bytes do not count as free."""
+    needed, free = payload + _SLACK, shutil.disk_usage(_existing_parent(out)).free
+    if free < needed:
+        what = f"the export needs {needed:,} bytes and {free:,} are free"
+        raise UserError(what, where=str(out.parent), mend="free some, or choose another disk")
+
+
+@contextlib.contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` when the block ends; removed if the block fails."""
+    stage = out.with_name(f".{out.name}.llmq_nb_staging")
+    old = out.with_name(f".{out.name}.llmq_nb_old")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _restore(old, out)
+        shutil.rmtree(stage, ignore_errors=True)  # of an export that was killed
+        stage.mkdir()
+        yield stage
+        fsync_folder(stage)
+        if out.exists():
+            out.rename(old)
+        stage.rename(out)
+        fsync_folder(out.parent)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        raise MachineError(f"export to {out} failed, nothing was changed: {reason}") from error
+    finally:
+        _restore(old, out)
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _restore(old: Path, out: Path) -> None:
+    """Between the two renames of a replacement the old export is the only complete one."""
+    if old.exists() and not out.exists():
+        old.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    with atomic_file(path) as file:
+        file.write((json.dumps(data, indent=2, sort_keys=True) + "\n").encode())

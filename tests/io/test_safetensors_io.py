@@ -1,0 +1,206 @@
+"""Our safetensors reader and writer against the safetensors library, byte for byte."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+
+from llmq_nb.core.errors import UserError
+from llmq_nb.io.safetensors_io import (
+    SafetensorsFile,
+    TensorSpec,
+    atomic_file,
+    plan_shards,
+    write_safetensors,
+    write_sharded,
+)
+
+DTYPES = {
+    "F32": np.float32,
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I32": np.int32,
+    "U8": np.uint8,
+}
+# scalar, empty, one row, odd sizes: everything that a range computation can get wrong
+SHAPES = [(), (0, 3), (1, 7), (5, 3)]
+
+
+def random_bits(dtype: object, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Any bit pattern, NaN payloads included: a file format must not touch them."""
+    kind = np.dtype(dtype)  # type: ignore[arg-type]
+    count = int(np.prod(shape)) * kind.itemsize
+    raw = np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+    return raw.view(kind).reshape(shape)
+
+
+def all_tensors() -> dict[str, np.ndarray]:
+    return {
+        f"{name}{list(shape)}": random_bits(dtype, shape, 100 * i + j)
+        for i, (name, dtype) in enumerate(DTYPES.items())
+        for j, shape in enumerate(SHAPES)
+    }
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> int:
+    specs = [TensorSpec(n, t.dtype, t.shape) for n, t in tensors.items()]
+    return write_safetensors(path, specs, tensors.__getitem__)
+
+
+def test_the_library_reads_our_bytes(tmp_path: Path) -> None:
+    tensors = all_tensors()
+    size = write(tmp_path / "a.safetensors", tensors)
+    data = (tmp_path / "a.safetensors").read_bytes()
+    assert size == len(data)
+    read = {
+        name: (e["dtype"], tuple(e["shape"]), bytes(e["data"]))
+        for name, e in safetensors.deserialize(data)
+    }
+    assert read == {n: (n.split("[")[0], t.shape, t.tobytes()) for n, t in tensors.items()}
+    with safetensors.safe_open(tmp_path / "a.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_we_read_the_librarys_bytes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((3, 5)).astype(ml_dtypes.bfloat16)
+    y = rng.standard_normal(4).astype(np.float32)
+    entries = {
+        "x": {"dtype": "bfloat16", "shape": [3, 5], "data": x.tobytes()},
+        "y": {"dtype": "float32", "shape": [4], "data": y.tobytes()},
+    }
+    path = tmp_path / "b.safetensors"
+    path.write_bytes(safetensors.serialize(entries, {"who": "library"}))
+    file = SafetensorsFile(path)
+    assert file.metadata == {"who": "library"}
+    assert file.read("x").dtype == x.dtype and file.read("x").tobytes() == x.tobytes()
+    assert file.read("y").tobytes() == y.tobytes()
+    rows = np.zeros((6, 5), ml_dtypes.bfloat16)
+    file.read_into("x", rows[2:5])
+    assert rows[2:5].tobytes() == x.tobytes()
+    assert not rows[:2].any() and not rows[5:].any()
+    assert b"".join(file.chunks("x", 7)) == x.tobytes()
+
+
+def test_data_is_aligned_to_its_dtype(tmp_path: Path) -> None:
+    tensors = {"odd": random_bits(np.uint8, (3,), 1), "wide": random_bits(np.float32, (2,), 2)}
+    write(tmp_path / "a.safetensors", tensors)
+    data = (tmp_path / "a.safetensors").read_bytes()
+    assert data.index(tensors["wide"].tobytes()) % 8 == 0
+
+
+def test_read_into_refuses_another_dtype_or_shape(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", {"x": random_bits(np.float32, (4, 4), 1)})
+    file = SafetensorsFile(tmp_path / "a.safetensors")
+    for out in (np.zeros((4, 4), np.int32), np.zeros((4, 3), np.float32), np.zeros((8, 4), "f4").T):
+        with pytest.raises(ValueError, match="x is float32"):
+            file.read_into("x", out)
+
+
+def test_a_file_cut_anywhere_or_longer_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", {"x": random_bits(np.float32, (4, 2), 1)})
+    data = (tmp_path / "a.safetensors").read_bytes()
+    path = tmp_path / "cut.safetensors"
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        with pytest.raises(UserError, match="cut.safetensors"):
+            SafetensorsFile(path)
+    path.write_bytes(data[:-5])
+    with pytest.raises(UserError, match=f"truncated: {len(data) - 5} of {len(data)} bytes"):
+        SafetensorsFile(path)
+    path.write_bytes(data + b"more")
+    with pytest.raises(UserError, match="4 bytes after the last tensor"):
+        SafetensorsFile(path)
+
+
+def craft(path: Path, header: object, data: bytes = b"\0" * 16) -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "what"),
+    [
+        ([], "unreadable"),
+        ({"x": 3}, "unreadable"),
+        ({"x": {"dtype": "F32", "shape": [4]}}, "unreadable"),
+        ({"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 16]}}, "dtype F4"),
+        ({"x": {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}}, "byte range 0 to 16"),
+        ({"x": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, "byte range"),
+        ({"x": {"dtype": "F32", "shape": [3], "data_offsets": [4, 16]}}, "byte range 4 to 16"),
+        (
+            {
+                "x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+                "y": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]},
+            },
+            "tensor y has a wrong byte range",
+        ),
+    ],
+)
+def test_a_lying_header_is_refused(tmp_path: Path, header: object, what: str) -> None:
+    path = craft(tmp_path / "lie.safetensors", header)
+    with pytest.raises(UserError, match=what):
+        SafetensorsFile(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none.safetensors: No such file"):
+        SafetensorsFile(tmp_path / "none.safetensors")
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write(path, {"x": random_bits(np.float32, (4,), 1)})
+    before = path.read_bytes()
+    specs = [TensorSpec("x", np.dtype(np.float32), (4,)), TensorSpec("y", np.dtype("f4"), (4,))]
+    with pytest.raises(KeyError):
+        write_safetensors(path, specs, {"x": np.zeros(4, np.float32)}.__getitem__)
+    with pytest.raises(ValueError, match="int32"):
+        write_safetensors(path, specs[:1], lambda _: np.zeros(4, np.int32))
+    assert path.read_bytes() == before
+
+
+def test_atomic_file_appears_only_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    with atomic_file(path) as file:
+        file.write(b"done")
+        assert not path.exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+    assert path.read_bytes() == b"done"
+
+
+def test_shards_stay_below_the_limit_and_keep_the_order() -> None:
+    specs = [TensorSpec(f"t{i}", np.dtype(np.uint8), (n,)) for i, n in enumerate([4, 6, 11, 1, 9])]
+    shards = plan_shards(specs, 10)
+    assert [[s.name for s in shard] for shard in shards] == [["t0", "t1"], ["t2"], ["t3", "t4"]]
+
+
+def test_sharded_write_asks_for_each_tensor_once_in_order(tmp_path: Path) -> None:
+    tensors = {f"t{i}": random_bits(ml_dtypes.bfloat16, (8, 4), i) for i in range(5)}
+    specs = [TensorSpec(n, t.dtype, t.shape) for n, t in tensors.items()]
+    asked: list[str] = []
+
+    def get(name: str) -> np.ndarray:
+        asked.append(name)
+        return tensors[name]
+
+    names = write_sharded(tmp_path, specs, get, max_shard_size=128, stem="master")
+    assert asked == list(tensors)
+    assert names == [
+        "master-00001-of-00003.safetensors",
+        "master-00002-of-00003.safetensors",
+        "master-00003-of-00003.safetensors",
+        "master.safetensors.index.json",
+    ]
+    index = json.loads((tmp_path / names[-1]).read_text())
+    assert index["metadata"]["total_size"] == 5 * 64
+    for name, tensor in tensors.items():
+        stored = dict(safetensors.deserialize((tmp_path / index["weight_map"][name]).read_bytes()))
+        assert bytes(stored[name]["data"]) == tensor.tobytes()
