@@ -57,7 +57,8 @@ class _Generation(Extension):
 class ChatRenderer:
     """The chat template of one tokenizer.
 
-    Raises UserError if the tokenizer has neither a template nor the tokens of ChatML, or the template
+    Raises UserError if the tokenizer has neither a template nor the tokens of ChatML, or the
+    template
     is malformed.
     """
 

@@ -9,7 +9,7 @@ together; what lives for the whole run has none.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from llmq_nb.config import Config
 from llmq_nb.core.arena import Slot, aligned, assign_offsets
@@ -61,9 +61,14 @@ class Plan:
         return out
 
 
-def make_plan(config: Config, model: ModelConfig) -> Plan:
-    """Plan one rank that holds everything."""
+TRAINING: frozenset[Group] = frozenset(get_args(Group))
+INFERENCE = TRAINING - {"master", "m", "v", "gradients"}
+
+
+def make_plan(config: Config, model: ModelConfig, groups: frozenset[Group] = TRAINING) -> Plan:
+    """Plan one rank that holds everything in `groups`."""
     buffers = parameter_buffers(config, model) + activation_buffers(config, model)
+    buffers = [b for b in buffers if b.group in groups]
     offsets, total = assign_offsets([Slot(b.nbytes, b.lifetime) for b in buffers])
     return Plan(tuple(buffers), tuple(offsets), total)
 
@@ -111,6 +116,7 @@ def activation_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
     ]
     out.append(Buffer("inputs/order", (N,), DType.INT32, "inputs"))
     out += block_buffers(config, model)
+    logits = (head_rows(config), model.padded_vocab)
     out += [
         Buffer("head/residual", (N, C), dtype, "scratch", (HEAD, HEAD + 2)),
         Buffer("head/rstd", (N,), DType.FP32, "scratch", (HEAD, HEAD + 2)),

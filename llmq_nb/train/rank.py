@@ -58,8 +58,8 @@ class Rank:
 
 
 def allocate(plan: Plan) -> dict[str, Tensor]:
-    """The plan in host memory: one allocation, every buffer a view of it."""
-    memory = np.zeros(plan.total, np.uint8)  # zeros: padded rows and moments start at 0
+    """The plan in host memory: one allocation, every buffer a view of it, all zeros."""
+    memory = np.zeros(plan.total, np.uint8)
     tensors = {}
     for buffer, offset in zip(plan.buffers, plan.offsets, strict=True):
         data = memory[offset : offset + buffer.nbytes].view(buffer.dtype.numpy)
@@ -70,10 +70,11 @@ def allocate(plan: Plan) -> dict[str, Tensor]:
 
 
 def make_rank(config: Config, model: ModelConfig, tensors: dict[str, Tensor], ops: Ops) -> Rank:
-    """Wire a rank that holds everything."""
+    """Wire a rank that holds everything. Tensors of an inference plan give one without gradients."""
     if config.precision.matmul == "e4m3":
         _add_fp8_slots(config, model, tensors)
     parameters = model_parameters(model)
+    training = f"gradients/{parameters[0].name}" in tensors
     blocks = [_block(tensors, model, layer) for layer in range(model.L)]
     head = HeadActivations(*(tensors[f"head/{f}"] for f in _fields(HeadActivations)))
     gradients = {f: tensors[f"g/{f}"] for f in _fields(Gradients) if f"g/{f}" in tensors}
@@ -83,14 +84,14 @@ def make_rank(config: Config, model: ModelConfig, tensors: dict[str, Tensor], op
         ops=ops,
         inputs=Inputs(*(tensors[f"inputs/{f}"] for f in _fields(Inputs))),
         weights=_store(model, parameters, tensors, "weights"),
-        gradients=_store(model, parameters, tensors, "gradients"),
+        gradients=_store(model, parameters, tensors, "gradients" if training else "weights"),
         blocks=blocks,
         head=head,
         g=Gradients(**gradients),
         dropped=dropped_activations(config.memory.recompute),
     )
     ids = tensor_ids(parameters)
-    states = [_state(config, p, ids[p.name], tensors) for p in parameters]
+    states = [_state(config, p, ids[p.name], tensors) for p in parameters if training]
     return Rank(transformer, states, tensors["norm/norms"], tensors["norm/total"])
 
 

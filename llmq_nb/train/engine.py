@@ -1,0 +1,150 @@
+"""An engine runs the steps of `train.step` on some device. The trainer knows no more of it than this."""
+
+import dataclasses
+import math
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmq_nb.config import Config
+from llmq_nb.core.tensor import Tensor
+from llmq_nb.data.loader import StepBatch, stable_order
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.engine_cpu import CpuOps
+from llmq_nb.plan.buffers import make_plan
+from llmq_nb.train.rank import Rank, State, allocate, make_rank
+from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step gave. loss: mean over the supervised tokens of the whole step.
+
+    finite: whether the update was made. non_finite_tensor: the first gradient that was not finite.
+    """
+
+    loss: float
+    grad_norm: float
+    lse_max: float
+    finite: bool
+    non_finite_tensor: str | None
+
+
+class Engine(Protocol):
+    """One run's memory and work on its device."""
+
+    states: list[State]
+
+    def train_step(
+        self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
+    ) -> StepResult:
+        """step: index from 0. updates: made before this one, for Adam's bias correction."""
+        ...
+
+    def evaluate(
+        self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
+    ) -> float:
+        """Sum of the losses of one micro-batch, (micro_batch, seq_len) int32 each."""
+        ...
+
+    def read(self, tensor: Tensor) -> NDArray[Any]: ...
+
+    def write(self, tensor: Tensor, array: NDArray[Any]) -> None: ...
+
+    def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None: ...
+
+
+class CpuEngine:
+    """NumPy: every step runs as it is called."""
+
+    def __init__(self, config: Config, model: ModelConfig) -> None:
+        self.config, self.model = config, model
+        self.plan = make_plan(config, model)
+        self.tensors = allocate(self.plan)
+        ops = CpuOps(model, config.optimizer, seq_len=config.batch.seq_len, seed=config.run.seed)
+        self.ranks = [make_rank(config, model, self.tensors, ops)]
+
+    @property
+    def states(self) -> list[State]:
+        return self.ranks[0].states
+
+    def train_step(
+        self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
+    ) -> StepResult:
+        accumulation = batch.tokens.shape[0]
+        o = self.config.optimizer
+        for m in range(accumulation):
+            for r, rank in enumerate(self.ranks):
+                s = rank.ops.scalars
+                s.learning_rate, s.inv_supervised = learning_rate, 1.0 / batch.supervised
+                s.correction1 = 1.0 - o.beta1 ** (updates + 1)
+                s.correction2 = 1.0 - o.beta2 ** (updates + 1)
+                s.update = step * accumulation + m
+                load(
+                    rank,
+                    batch.tokens[m, r],
+                    batch.targets[m, r],
+                    batch.segment_start[m, r],
+                    batch.token_order(m, r),
+                )
+            micro_step(self.ranks, first=m == 0)
+        optimizer_step(self.ranks)
+        return result(self.ranks)
+
+    def evaluate(
+        self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
+    ) -> float:
+        rank = self.ranks[0]
+        load(rank, tokens, targets, segment_start, None)
+        evaluation_step(self.ranks[:1])
+        return float(rank.ops.read(rank.model.head.loss).sum(dtype=np.float64))
+
+    def read(self, tensor: Tensor) -> NDArray[Any]:
+        return self.ranks[0].ops.read(tensor)
+
+    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        self.ranks[0].ops.write(tensor, array)
+
+    def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
+        self.ranks[0].ops.fill_normal(tensor, std=std, tensor_id=tensor_id)
+
+
+def load(
+    rank: Rank,
+    tokens: NDArray[Any],
+    targets: NDArray[Any],
+    segment_start: NDArray[Any],
+    order: NDArray[Any] | None,
+) -> None:
+    """Put a micro-batch into a rank's fixed input buffers. order: None where nothing needs it."""
+    inputs, ops = rank.model.inputs, rank.ops
+    ops.write(inputs.tokens, tokens)
+    ops.write(inputs.targets, targets)
+    ops.write(inputs.segment_start, segment_start)
+    if order is not None:
+        ops.write(inputs.order, order)
+
+
+def load_with_order(
+    rank: Rank, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
+) -> None:
+    """`load`, working out the tokens' order here."""
+    load(rank, tokens, targets, segment_start, stable_order(tokens.ravel()))
+
+
+def result(ranks: list[Rank]) -> StepResult:
+    """The step's numbers from the result buffers of all ranks."""
+    totals = [rank.ops.read(rank.model.head.total) for rank in ranks]
+    norm, _, finite = (float(x) for x in ranks[0].ops.read(ranks[0].norm_total))
+    bad = None
+    if not finite:
+        norms = ranks[0].ops.read(ranks[0].norms)
+        bad = ranks[0].states[int(np.flatnonzero(~np.isfinite(norms))[0])].parameter.name
+    return StepResult(
+        loss=math.fsum(float(t[0]) for t in totals),
+        grad_norm=norm,
+        lse_max=max(float(t[1]) for t in totals),
+        finite=bool(finite),
+        non_finite_tensor=bad,
+    )
