@@ -4,6 +4,7 @@ The oracles judge everything else, so they are judged here by what shares no cod
 transformers and torch (recorded in tests/fixtures) and differences of their own forwards.
 """
 
+import ast
 import json
 import math
 from collections.abc import Callable
@@ -62,6 +63,14 @@ def batch(expected: Arrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def relative_l2(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def test_oracles_import_nothing_of_ours():
+    for file in (Path(__file__).parent / "oracles").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            assert not any(module.split(".")[0] == "llmq_nb" for module in modules), file.name
 
 
 def test_every_recorded_case_is_listed_and_every_group_size_is_among_them():
