@@ -1,4 +1,4 @@
-"""What NVIDIA driver and GPUs there are, asked of the driver itself: needs no package and no CUDA context."""
+"""What NVIDIA driver and GPUs there are, asked of the driver itself: no package, no context."""
 
 import ctypes
 import dataclasses

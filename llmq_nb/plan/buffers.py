@@ -95,7 +95,7 @@ def parameter_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
 
 
 def has_master(config: Config) -> bool:
-    """Whether the optimizer updates a copy of its own, apart from the weights that products read."""
+    """Whether the optimizer updates a copy apart from the weights that products read."""
     return config.optimizer.master != config.precision.dtype
 
 
@@ -121,13 +121,7 @@ def activation_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
         Buffer("head/residual", (N, C), dtype, "scratch", (HEAD, HEAD + 2)),
         Buffer("head/rstd", (N,), DType.FP32, "scratch", (HEAD, HEAD + 2)),
         Buffer("head/head_in", (N, C), dtype, "scratch", (HEAD, HEAD + 1)),
-        Buffer(
-            "head/logits",
-            (head_rows(config), model.padded_vocab),
-            dtype,
-            "scratch",
-            (HEAD, HEAD + 1),
-        ),
+        Buffer("head/logits", logits, dtype, "scratch", (HEAD, HEAD + 1)),
         Buffer("head/loss", (N,), DType.FP32, "results"),
         Buffer("head/lse", (N,), DType.FP32, "results"),
         Buffer("head/total", (2,), DType.FP32, "results"),

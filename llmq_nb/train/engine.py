@@ -1,4 +1,4 @@
-"""An engine runs the steps of `train.step` on some device. The trainer knows no more of it than this."""
+"""An engine runs the steps of `train.step` on some device; the trainer knows no more of it."""
 
 import dataclasses
 import math

@@ -70,7 +70,7 @@ def allocate(plan: Plan) -> dict[str, Tensor]:
 
 
 def make_rank(config: Config, model: ModelConfig, tensors: dict[str, Tensor], ops: Ops) -> Rank:
-    """Wire a rank that holds everything. Tensors of an inference plan give one without gradients."""
+    """Wire a rank that holds everything; an inference plan gives one without gradients."""
     if config.precision.matmul == "e4m3":
         _add_fp8_slots(config, model, tensors)
     parameters = model_parameters(model)
