@@ -53,8 +53,8 @@ class DataConfig:
     """Token store for evaluation; made from 5 % of the same documents."""
     sources: tuple[str, ...] = ()
     """Files or globs to tokenize on first use; `${stdlib}` is this Python's standard library."""
-    tokenizer: str = "bytes"
-    """`bytes`, or a tokenizer.json, or a folder that holds one."""
+    tokenizer: str | None = None
+    """`bytes`, or a tokenizer.json, or a folder that holds one; None: the model folder's, else bytes."""
     format: Literal["auto", "text", "jsonl", "parquet", "chat", "llmq-bin", "llmc-bin"] = "auto"
     """Format of the sources."""
     packing: Literal["stream", "pack"] = "stream"

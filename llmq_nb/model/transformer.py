@@ -9,6 +9,7 @@ ahead of their use.
 
 import dataclasses
 
+from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.activations import BlockActivations, Gradients, HeadActivations
 from llmq_nb.model.block import block_backward, block_forward
 from llmq_nb.model.config import ModelConfig
@@ -93,6 +94,18 @@ class Transformer:
             )
             self.gradients.release("head")
         self.weights.release("head")
+
+    def logits_of(self, row: int) -> Tensor:
+        """The logits of one row after `forward` of all blocks: (1, V), in the head's buffer."""
+        h, last = self.head, self.blocks[-1]
+        w = self.weights.get("head")
+        self.ops.residual_rmsnorm(
+            h.residual, h.head_in, h.rstd, last.residual_mid, last.down, w.final_norm
+        )
+        logits = h.logits.rows(0, 1)
+        self.ops.linear(logits, h.head_in.rows(row, row + 1), w.table)
+        self.weights.release("head")
+        return logits
 
     def backward(self, layer: int, *, accumulate: bool) -> None:
         """One block's gradients; what forward dropped is computed again first."""

@@ -91,7 +91,8 @@ def make_rank(config: Config, model: ModelConfig, tensors: dict[str, Tensor], op
         dropped=dropped_activations(config.memory.recompute),
     )
     ids = tensor_ids(parameters)
-    states = [_state(config, p, ids[p.name], tensors) for p in parameters if training]
+    optimized = f"m/{parameters[0].name}" in tensors
+    states = [_state(config, p, ids[p.name], tensors) for p in parameters if optimized]
     return Rank(transformer, states, tensors["norm/norms"], tensors["norm/total"])
 
 

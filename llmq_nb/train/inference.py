@@ -1,0 +1,169 @@
+"""A model that only runs forward: the loss on a store, and text from a prompt.
+
+Opens a Hugging Face folder, a checkpoint or a run's folder; or shares the weights of a run.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmq_nb.config import BatchConfig, Config, DataConfig, MemoryConfig, ModelSection
+from llmq_nb.config_file import parse_config
+from llmq_nb.core.errors import UserError
+from llmq_nb.core.rng import Purpose, philox
+from llmq_nb.core.rounding import to_float32
+from llmq_nb.core.tensor import Tensor
+from llmq_nb.data.loader import EvalBatch
+from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config
+from llmq_nb.io.weights import load_weights
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.engine_cpu import CpuOps
+from llmq_nb.model.parameters import Parameter, model_parameters
+from llmq_nb.plan.buffers import INFERENCE, make_plan
+from llmq_nb.train.checkpoint import latest_checkpoint, read_checkpoint
+from llmq_nb.train.engine import load
+from llmq_nb.train.rank import allocate, make_rank
+from llmq_nb.train.snapshot import fused, saved_model
+from llmq_nb.train.step import evaluation_step
+
+Arrays = Iterator[tuple[Parameter, NDArray[Any]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """A model as it lies on disk. tokenizer: what its text was made with, as far as is known."""
+
+    model: ModelConfig
+    arrays: Arrays
+    tokenizer: str | None
+    precision: Config | None
+
+
+def open_model(path: str | Path, *, seq_len: int | None = None) -> Opened:
+    """A Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint)."""
+    folder = Path(path).expanduser()
+    if (folder / CONFIG_NAME).is_file():
+        model = read_model_config(folder, seq_len=seq_len)
+        tokenizer = str(folder) if (folder / "tokenizer.json").is_file() else None
+        return Opened(model, load_weights(folder, model), tokenizer, None)
+    place = folder if (folder / "manifest.json").is_file() else None
+    place = place or latest_checkpoint(folder) or latest_checkpoint(folder / "checkpoints")
+    if place is None:
+        mend = "give a Hugging Face folder, a checkpoint or a run's folder"
+        raise UserError(f"no model in {folder}", mend=mend)
+    checkpoint = read_checkpoint(place)
+    model, tensors = saved_model(checkpoint), checkpoint.tensors("master")
+    config = parse_config(checkpoint.state["config"], where=str(place / "state.json"))
+    arrays = ((p, fused(p, tensors)) for p in model_parameters(model))
+    tokenizer = config.data.tokenizer
+    if tokenizer is None:
+        beside = Path(config.model.path)
+        tokenizer = str(beside) if (beside / "tokenizer.json").is_file() else "bytes"
+    return Opened(model, arrays, tokenizer, config)
+
+
+class Inference:
+    """Forward passes of (micro_batch, seq_len) with fixed buffers."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        micro_batch: int,
+        seq_len: int,
+        base: Config | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        arrays: Arrays | None = None,
+    ) -> None:
+        """base: the config whose precision and seed are used. weights: tensors to share by name, or
+        arrays: to copy."""
+        config = base or Config(model=ModelSection(path=""), data=DataConfig(train=""))
+        config = dataclasses.replace(
+            config,
+            batch=BatchConfig(micro_batch=micro_batch, seq_len=seq_len),
+            # nothing is kept for a backward that never comes, and the logits never exist whole
+            memory=MemoryConfig(
+                recompute=("block",), head_chunks=_head_chunks(micro_batch * seq_len)
+            ),
+        )
+        self.config, self.model = config, model
+        groups = INFERENCE if weights is None else INFERENCE - {"weights"}
+        tensors = allocate(make_plan(config, model, groups))
+        tensors |= {f"weights/{name}": tensor for name, tensor in (weights or {}).items()}
+        self.ops = CpuOps(model, config.optimizer, seq_len=seq_len, seed=config.run.seed)
+        for parameter, array in arrays or ():
+            self.ops.write(tensors[f"weights/{parameter.name}"], array)
+        self.rank = make_rank(config, model, tensors, self.ops)
+
+    def loss(self, batches: Iterator[EvalBatch]) -> tuple[float, int]:
+        """(mean loss over the supervised tokens, their number)."""
+        sums, supervised = [], 0
+        for batch in batches:
+            load(self.rank, batch.tokens, batch.targets, batch.segment_start, None)
+            evaluation_step([self.rank])
+            losses = self.ops.read(self.rank.model.head.loss)
+            sums.append(float(losses.sum(dtype=np.float64)))
+            supervised += batch.supervised
+        return (math.fsum(sums) / supervised if supervised else math.nan), supervised
+
+    def logits(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Logits of the token after `tokens` (at most seq_len): (V,)."""
+        b = self.config.batch
+        padded = np.zeros((b.micro_batch, b.seq_len), np.int32)  # later tokens change nothing
+        padded[0, : tokens.size] = tokens
+        load(self.rank, padded, padded, np.zeros_like(padded), None)
+        model = self.rank.model
+        model.embed()
+        for layer in range(self.model.L):
+            model.forward(layer)
+        return to_float32(self.ops.read(model.logits_of(tokens.size - 1)))[0, : self.model.V]
+
+    def generate(
+        self,
+        prompt: NDArray[np.int32],
+        count: int,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[int]:
+        """Up to `count` tokens after the prompt, ending before an end-of-text token.
+
+        temperature 0 takes the likeliest. A text longer than seq_len is seen through its last
+        tokens.
+        """
+        tokens = list(map(int, prompt))
+        if not tokens:
+            raise UserError("empty prompt", where="--prompt", mend="give at least one token")
+        for index in range(count):
+            seen = np.array(tokens[-self.config.batch.seq_len :], np.int32)
+            token = _sample(self.logits(seen), temperature, top_p, seed, index)
+            if token in self.model.eos_ids:
+                return
+            tokens.append(token)
+            yield token
+
+
+def _head_chunks(rows: int) -> int:
+    return max(1, rows // 256)
+
+
+def _sample(
+    logits: NDArray[np.float32], temperature: float, top_p: float, seed: int, index: int
+) -> int:
+    if temperature <= 0:
+        return int(logits.argmax())
+    x = logits.astype(np.float64) / temperature
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    total = np.cumsum(p[order])
+    kept = int(np.searchsorted(total, top_p)) + 1  # the smallest set that holds top_p
+    word = int(philox((index, 0, 0, 0), (seed, int(Purpose.SAMPLE))).reshape(-1)[0])
+    point = (word + 0.5) / 2.0**32 * total[min(kept, total.size) - 1]
+    return int(order[min(int(np.searchsorted(total, point)), total.size - 1)])

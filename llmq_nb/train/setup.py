@@ -1,0 +1,194 @@
+"""From a config to what a run needs: the model's shape, the device, the data, the number of steps.
+
+Everything a person can get wrong is found here, before memory is taken or a file is written.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from llmq_nb.config import Config
+from llmq_nb.core.driver import Driver, find_driver, missing_packages
+from llmq_nb.core.errors import UserError
+from llmq_nb.data.loader import Loader, Position
+from llmq_nb.data.packing import Packing
+from llmq_nb.data.store import TokenSource, TokenStore, check_tokenizer, check_vocabulary
+from llmq_nb.data.tokenize import tokenize, tokenize_split
+from llmq_nb.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_info
+from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config, unread_keys
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.families import preset
+
+Announce = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """Which device a run takes. reason: one line for the person. hint: how to use an idle GPU."""
+
+    kind: str
+    reason: str
+    hint: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The shape, the folder it came from (None for a preset) and whether its weights are loaded."""
+
+    model: ModelConfig
+    folder: Path | None
+    pretrained: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Data:
+    """Opened stores. tokenizer: what decodes them."""
+
+    train: TokenSource
+    validation: TokenSource | None
+    tokenizer: Tokenizer
+
+
+def resolve_model(config: Config, announce: Announce) -> ModelSource:
+    """Read `model.path` as a folder with config.json, or else as the name of a preset."""
+    path, init = Path(config.model.path).expanduser(), config.model.init
+    if path.is_dir() or path.name == CONFIG_NAME:
+        model = read_model_config(path, seq_len=config.batch.seq_len)
+        for key in unread_keys(path):
+            announce(f"config.json: key {key!r} is not known here and was left out")
+        folder = path if path.is_dir() else path.parent
+        has_weights = any(folder.glob("*.safetensors"))
+        pretrained = init == "pretrained" or (init == "auto" and has_weights)
+    else:
+        if os.sep in config.model.path:
+            raise UserError(
+                f"no such folder: {path}",
+                where="model.path",
+                mend="give a folder with config.json, or a preset's name",
+            )
+        model, folder, pretrained = preset(config.model.path), None, False
+        if init == "pretrained":
+            mend = "model.path must be a folder with weights for init = 'pretrained'"
+            raise UserError(f"preset {config.model.path!r} has no weights", mend=mend)
+    if config.batch.seq_len > model.max_position:
+        raise UserError(
+            f"seq_len {config.batch.seq_len}",
+            where="batch.seq_len",
+            mend=f"the model has {model.max_position} positions",
+        )
+    outside = [i for i in config.precision.bf16_layers if not -model.L <= i < model.L]
+    if outside:
+        where = "precision.bf16_layers"
+        raise UserError(f"layer {outside[0]}", where=where, mend=f"the model has {model.L} layers")
+    return ModelSource(model, folder, pretrained)
+
+
+def choose_device(config: Config, find: Callable[[], Driver | None] = find_driver) -> Device:
+    """The device of `run.device`."""
+    found = find()
+    asked = config.run.device
+    if asked == "cpu":
+        return Device("cpu", "device: cpu, as run.device says")
+    if found is None:
+        if asked == "cuda":
+            mend = "install NVIDIA's driver, or set run.device to auto or cpu"
+            raise UserError("no NVIDIA GPU or driver", where="run.device", mend=mend)
+        return Device("cpu", "device: cpu (no NVIDIA GPU or driver was found)")
+    gpu = f"{found.devices[0]} (driver for CUDA {found.cuda})"
+    missing = missing_packages()
+    if missing:
+        hint = f"GPU found: {gpu}; to use it: pip install -e '.[{found.extra}]'"
+        if asked == "cuda":
+            raise UserError(f"{', '.join(missing)} not installed", where="run.device", mend=hint)
+        return Device("cpu", f"device: cpu ({', '.join(missing)} not installed)", hint)
+    why = "the CUDA engine is not part of this version yet"
+    if asked == "cuda":
+        raise UserError(why, where="run.device", mend="set run.device to auto or cpu")
+    return Device("cpu", f"device: cpu ({gpu} is idle: {why})")
+
+
+def check_supported(config: Config, device: Device) -> None:
+    """Refuse by name what this device's engine cannot do yet."""
+    ranks = config.parallel.devices or (0,)
+    if len(ranks) > 1:
+        mend = "this version trains on one rank: leave it out"
+        raise UserError(f"devices = {list(ranks)}", where="parallel.devices", mend=mend)
+    if config.memory.policy == "auto":
+        mend = "choose recompute and head_chunks yourself: policy = 'manual'"
+        raise UserError("policy = 'auto' is not implemented", where="memory.policy", mend=mend)
+    if device.kind == "cpu" and config.memory.offload:
+        mend = "the cpu engine's memory is host memory already: leave it out"
+        raise UserError(
+            f"offload = {list(config.memory.offload)}", where="memory.offload", mend=mend
+        )
+
+
+def open_data(config: Config, source: ModelSource, announce: Announce) -> Data:
+    """Open the stores, making them from `data.sources` on first use."""
+    d = config.data
+    tokenizer = load_tokenizer(tokenizer_path(config, source))
+    train, validation = Path(d.train), None if d.validation is None else Path(d.validation)
+    if d.sources:
+        if tokenizer.vocab_size > source.model.V:
+            raise UserError(
+                f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids",
+                where="data.tokenizer",
+                mend=f"the model has {source.model.V}: use the model's tokenizer",
+            )
+        _make_stores(config, tokenizer, train, validation, announce)
+    stores = Data(
+        TokenStore(train), None if validation is None else TokenStore(validation), tokenizer
+    )
+    for store in (stores.train, stores.validation):
+        if store is not None:
+            check_vocabulary(store, source.model.V)
+            check_tokenizer(store, tokenizer_info(tokenizer))
+    if stores.validation is not None:
+        Packing(stores.validation, config.batch.seq_len, d.packing)  # its errors, before training
+    return stores
+
+
+def _make_stores(
+    config: Config, tokenizer: Tokenizer, train: Path, validation: Path | None, announce: Announce
+) -> None:
+    sources, kind = list(config.data.sources), config.data.format
+    if validation is None:
+        made = [tokenize(sources, train, tokenizer, kind)]
+    else:
+        made = list(tokenize_split(sources, train, validation, tokenizer, format=kind))
+    for store in made:
+        verb = "data: found" if store.reused else "data: tokenized"
+        announce(f"{verb} {store.path} ({store.documents:,} documents, {store.tokens:,} tokens)")
+
+
+def tokenizer_path(config: Config, source: ModelSource) -> str:
+    """`data.tokenizer`, or the model folder's, or bytes."""
+    if config.data.tokenizer is not None:
+        return config.data.tokenizer
+    if source.folder is not None and (source.folder / "tokenizer.json").is_file():
+        return str(source.folder)
+    return "bytes"
+
+
+def total_steps(config: Config, windows_per_epoch: int) -> int:
+    """Optimizer steps of the run. At least one, however short the data."""
+    if config.schedule.steps is not None:
+        return config.schedule.steps
+    windows = (config.schedule.epochs or 1.0) * windows_per_epoch
+    per_step = config.batch.micro_batch * config.batch.grad_accumulation
+    return max(1, int(windows // per_step))
+
+
+def open_loader(config: Config, store: TokenSource, position: Position) -> Loader:
+    """The training loader of one rank, from `position` on."""
+    return Loader(
+        store,
+        seq_len=config.batch.seq_len,
+        micro_batch=config.batch.micro_batch,
+        grad_accumulation=config.batch.grad_accumulation,
+        seed=config.data.seed,
+        packing=config.data.packing,
+        position=position,
+        token_order=True,
+    )

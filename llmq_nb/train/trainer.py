@@ -1,0 +1,233 @@
+"""A training run as an object: one step at a time, evaluation, checkpoints, export.
+
+    from llmq_nb import Trainer, load_config
+    trainer = Trainer(load_config("configs/quickstart.toml"))
+    metrics = trainer.step()
+
+`llmq_nb.train.run` is the whole run around it, with logs, signals and the progress display.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from llmq_nb.config import Config
+from llmq_nb.core.dtype import DType
+from llmq_nb.core.errors import UserError
+from llmq_nb.data.loader import StepBatch, eval_batches
+from llmq_nb.io.export import DEFAULT_SHARD_SIZE, export_model
+from llmq_nb.io.weights import check_weights, load_weights
+from llmq_nb.model.parameters import Parameter
+from llmq_nb.report.console import announce as print_line
+from llmq_nb.report.metrics import EvalMetrics, StepMetrics
+from llmq_nb.train import setup, snapshot
+from llmq_nb.train.checkpoint import (
+    check_out_dir,
+    checkpoint_bytes,
+    latest_checkpoint,
+    save_checkpoint,
+)
+from llmq_nb.train.engine import CpuEngine, Engine
+from llmq_nb.train.gradients import loss_and_gradients
+from llmq_nb.train.initial import set_random_weights, set_weights
+from llmq_nb.train.schedule import check_schedule, learning_rate
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints, below `run.out_dir`."""
+
+
+class Trainer:
+    """One run. Raises UserError for whatever is wrong with the config, the files or the data.
+
+    resume: "auto" goes on from the newest complete checkpoint in the run's folder, if any; "none"
+    starts
+    anew and refuses a folder with checkpoints; a path is the checkpoint to go on from.
+    announce: takes the one-line facts of the start.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: str | Literal["auto", "none"] = "auto",
+        announce: Callable[[str], None] = print_line,
+    ) -> None:
+        self.config = config
+        self.device = setup.choose_device(config)
+        announce(self.device.reason)
+        setup.check_supported(config, self.device)
+        self.source = setup.resolve_model(config, announce)
+        self.model = self.source.model
+        if self.source.pretrained:
+            assert self.source.folder is not None
+            check_weights(self.source.folder, self.model)
+        self.out_dir = Path(config.out_dir)
+        checkpoint = self._find_checkpoint(resume)
+        self.data = setup.open_data(config, self.source, announce)
+        loader = setup.open_loader(config, self.data.train, snapshot.Progress().position)
+        self.windows_per_epoch = loader.windows_per_epoch
+        loader.close()
+        self.total_steps = setup.total_steps(config, self.windows_per_epoch)
+        check_schedule(config.schedule, self.total_steps)
+        self.engine: Engine = CpuEngine(config, self.model)
+        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
+        self.progress = self._start(checkpoint, announce)
+        self.loader = setup.open_loader(config, self.data.train, self.progress.position)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out_dir / CHECKPOINTS
+
+    @property
+    def finished(self) -> bool:
+        return self.progress.step >= self.total_steps
+
+    def step(self) -> StepMetrics:
+        """One optimizer step. A gradient that is not finite changes nothing but the metrics."""
+        start = time.perf_counter()
+        batch = self.loader.next_step()
+        index = self.progress.step
+        rate = learning_rate(
+            self.config.schedule, self.config.optimizer.learning_rate, index, self.total_steps
+        )
+        if batch.supervised:
+            result = self.engine.train_step(
+                batch, step=index, updates=self.progress.updates, learning_rate=rate
+            )
+            facts: dict[str, Any] = {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lse_max": result.lse_max,
+                "skipped": not result.finite,
+                "non_finite_tensor": result.non_finite_tensor,
+            }
+        else:  # nothing to learn from: no update, and the optimizer's step count stays
+            facts = {"loss": math.nan, "grad_norm": 0.0, "lse_max": math.nan, "skipped": True}
+        self._advance(batch, updated=not facts["skipped"])
+        seconds = time.perf_counter() - start
+        return StepMetrics(
+            step=self.progress.step,
+            learning_rate=rate,
+            tokens=batch.tokens.size,
+            supervised=batch.supervised,
+            seconds=seconds,
+            tokens_per_second=batch.tokens.size / seconds,
+            **facts,
+        )
+
+    def evaluate(self, *, stop: Callable[[], bool] = lambda: False) -> EvalMetrics | None:
+        """The mean loss on the validation store; None without one, or where `stop` became true."""
+        if self.data.validation is None:
+            return None
+        start = time.perf_counter()
+        b, limit = self.config.batch, self.config.eval.steps or None
+        losses, supervised = [], 0
+        batches = eval_batches(
+            self.data.validation, b.micro_batch, b.seq_len, limit, packing=self.config.data.packing
+        )
+        for batch in batches:
+            if stop():
+                return None
+            losses.append(self.engine.evaluate(batch.tokens, batch.targets, batch.segment_start))
+            supervised += batch.supervised
+        return EvalMetrics(
+            step=self.progress.step,
+            loss=math.fsum(losses) / supervised if supervised else math.nan,
+            tokens=supervised,
+            seconds=time.perf_counter() - start,
+        )
+
+    def loss_and_gradients(
+        self, tokens: ArrayLike, targets: ArrayLike, mask: ArrayLike | None = None
+    ) -> tuple[float, dict[str, NDArray[np.float32]]]:
+        """The mean loss of a batch and its gradients by Hugging Face name; nothing is updated.
+
+        tokens, targets: (B, T) integers of any B and T, target -100 = not trained. mask: (B, T),
+        true where
+        the target counts. Each row is one document.
+        """
+        return loss_and_gradients(self.config, self.model, self.engine, tokens, targets, mask)
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment; older ones go as `[checkpoint]` says."""
+        c = self.config.checkpoint
+        return save_checkpoint(
+            self.checkpoints,
+            step=self.progress.step,
+            parts=snapshot.parts(self.engine),
+            state=snapshot.run_state(self.config, self.model, self.progress),
+            keep=c.keep,
+            major_every=c.major_every,
+            nbytes=self._checkpoint_bytes(),
+        )
+
+    def export(self, out_dir: str | Path, *, max_shard_size: int = DEFAULT_SHARD_SIZE) -> Path:
+        """Write the model as a folder that transformers loads, in the run's `precision.dtype`."""
+        masters = {s.parameter.name: s.master for s in self.engine.states}
+
+        def get(parameter: Parameter) -> NDArray[Any]:
+            return self.engine.read(masters[parameter.name])
+
+        tokenizer = setup.tokenizer_path(self.config, self.source)
+        return export_model(
+            out_dir,
+            self.model,
+            get,
+            dtype=DType(self.config.precision.dtype),
+            tokenizer_dir=None if tokenizer == "bytes" else tokenizer,
+            max_shard_size=max_shard_size,
+        )
+
+    def close(self) -> None:
+        """End the loader's thread."""
+        self.loader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _advance(self, batch: StepBatch, *, updated: bool) -> None:
+        self.progress = dataclasses.replace(
+            self.progress,
+            step=self.progress.step + 1,
+            updates=self.progress.updates + updated,
+            position=batch.position,
+        )
+
+    def _checkpoint_bytes(self) -> int:
+        return checkpoint_bytes(snapshot.part_bytes(self.engine))
+
+    def _find_checkpoint(self, resume: str) -> Path | None:
+        newest = latest_checkpoint(self.checkpoints)
+        if resume == "auto":
+            return newest
+        if resume == "none":
+            if newest is not None:
+                raise UserError(
+                    "the run has checkpoints",
+                    where=str(self.checkpoints),
+                    mend="--resume auto goes on; for a new run choose another run.name",
+                )
+            return None
+        return Path(resume)
+
+    def _start(self, checkpoint: Path | None, announce: Callable[[str], None]) -> snapshot.Progress:
+        if checkpoint is not None:
+            opened = snapshot.open_checkpoint(checkpoint, self.model)
+            progress = snapshot.restore(self.engine, opened)
+            announce(f"resumed: step {progress.step} from {checkpoint}")
+            return progress
+        if self.source.pretrained:
+            assert self.source.folder is not None
+            set_weights(self.engine, load_weights(self.source.folder, self.model))
+        else:
+            set_random_weights(self.engine, self.model)
+        return snapshot.Progress()
