@@ -54,7 +54,7 @@ class DataConfig:
     sources: tuple[str, ...] = ()
     """Files or globs to tokenize on first use; `${stdlib}` is this Python's standard library."""
     tokenizer: str | None = None
-    """`bytes`, or a tokenizer.json, or a folder that holds one; None: the model folder's, else bytes."""
+    """`bytes`, a tokenizer.json, or its folder; None: the model folder's, else bytes."""
     format: Literal["auto", "text", "jsonl", "parquet", "chat", "llmq-bin", "llmc-bin"] = "auto"
     """Format of the sources."""
     packing: Literal["stream", "pack"] = "stream"

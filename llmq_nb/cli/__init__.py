@@ -1,0 +1,56 @@
+"""The command line: one file a command. Here are the group, the exit codes and the errors' one
+line.
+
+Exit codes: 0 done; 2 the user's input is wrong; 1 a failure of ours or the machine's; 128 + n after
+signal n.
+"""
+
+import importlib
+import sys
+from importlib.metadata import version
+
+import click
+
+from llmq_nb.core.errors import EXIT_FAILURE, EXIT_USER, MachineError, UserError
+
+COMMANDS = ("train", "tokenize", "export", "generate", "eval", "plot", "bench", "doctor")
+
+
+class Commands(click.Group):
+    """Commands by file name, imported when they are called: `--help` needs no NumPy."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return importlib.import_module(f"llmq_nb.cli.{cmd_name}_command").command
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("llmq-nb"), prog_name="llmq-nb")
+def group() -> None:
+    """Pre-train and fine-tune language models on the GPUs that one person owns."""
+
+
+def main() -> None:
+    """The entry point: errors a user can cause are one line and exit code 2, no traceback."""
+    try:
+        code = group.main(standalone_mode=False)
+    except UserError as error:
+        fail(str(error), EXIT_USER)
+    except MachineError as error:
+        fail(str(error), EXIT_FAILURE)
+    except click.ClickException as error:
+        fail(f"{error.format_message()} (llmq-nb --help lists commands and options)", EXIT_USER)
+    except (click.Abort, KeyboardInterrupt):
+        fail("interrupted", 128 + 2)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(line: str, code: int) -> None:
+    """One line to stderr, then exit."""
+    print(f"llmq-nb: {line}", file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""Loss and gradients of one batch of any shape, eagerly, with a run's weights: for tests and study."""
+"""Loss and gradients of one batch of any shape, eagerly, with a run's weights."""
 
 import dataclasses
 

@@ -77,7 +77,9 @@ class Trainer:
         check_schedule(config.schedule, self.total_steps)
         self.engine: Engine = CpuEngine(config, self.model)
         check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
+        self.resumed = checkpoint
         self.progress = self._start(checkpoint, announce)
+        self._before = self.progress
         self.loader = setup.open_loader(config, self.data.train, self.progress.position)
 
     @property
@@ -194,7 +196,12 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def undo_advance(self) -> None:
+        """Count the last step as not made: for one whose update was left out."""
+        self.progress = self._before
+
     def _advance(self, batch: StepBatch, *, updated: bool) -> None:
+        self._before = self.progress
         self.progress = dataclasses.replace(
             self.progress,
             step=self.progress.step + 1,

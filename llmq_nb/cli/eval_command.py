@@ -1,0 +1,44 @@
+"""`llmq-nb eval`: the loss of a model on a token store."""
+
+import json
+import math
+
+import click
+
+
+@click.command("eval")
+@click.argument("model", type=click.Path())
+@click.option("--data", required=True, type=click.Path(), help="A token store (.zarr).")
+@click.option("--seq-len", default=1024, show_default=True, type=click.IntRange(1))
+@click.option("--micro-batch", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--steps", default=None, type=click.IntRange(1), help="Micro-batches; default: all.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    model: str, data: str, seq_len: int, micro_batch: int, steps: int | None, as_json: bool
+) -> None:
+    """The mean loss of MODEL (Hugging Face folder, checkpoint or run's folder) on a store."""
+    from llmq_nb.core.errors import UserError
+    from llmq_nb.data.loader import eval_batches
+    from llmq_nb.data.store import TokenStore, check_tokenizer, check_vocabulary
+    from llmq_nb.data.tokenizer import load_tokenizer, tokenizer_info
+    from llmq_nb.train.inference import Inference, open_model
+
+    opened, store = open_model(model, seq_len=seq_len), TokenStore(data)
+    check_vocabulary(store, opened.model.V)
+    if opened.tokenizer is not None:
+        check_tokenizer(store, tokenizer_info(load_tokenizer(opened.tokenizer)))
+    if seq_len > opened.model.max_position:
+        mend = f"the model has {opened.model.max_position} positions"
+        raise UserError(f"{seq_len}", where="--seq-len", mend=mend)
+    inference = Inference(
+        opened.model,
+        micro_batch=micro_batch,
+        seq_len=seq_len,
+        base=opened.precision,
+        arrays=opened.arrays,
+    )
+    loss, tokens = inference.loss(eval_batches(store, micro_batch, seq_len, steps))
+    if as_json:
+        click.echo(json.dumps({"loss": loss, "perplexity": math.exp(loss), "tokens": tokens}))
+    else:
+        click.echo(f"loss {loss:.6f}, perplexity {math.exp(loss):.4f}, on {tokens:,} tokens")

@@ -1,0 +1,182 @@
+"""A whole training run: the loop with evaluation, checkpoints, logs and signals, then what it
+leaves.
+
+A run's folder holds config.toml (resolved), log.jsonl, checkpoints/, export/ (a Hugging Face
+folder) and
+loss.png. Evaluation comes before the checkpoint of the same step, so a resumed run logs the same
+lines.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from llmq_nb.config import Config
+from llmq_nb.config_file import to_toml
+from llmq_nb.core.errors import MachineError, UserError
+from llmq_nb.io.safetensors_io import atomic_file
+from llmq_nb.report.console import Console, announce
+from llmq_nb.report.jsonl import JsonlLog
+from llmq_nb.report.metrics import StepMetrics
+from llmq_nb.report.plot import plot_runs
+from llmq_nb.report.trackers import TrackerWriter, open_trackers
+from llmq_nb.train.checkpoint import make_folder
+from llmq_nb.train.inference import Inference
+from llmq_nb.train.signals import Signals
+from llmq_nb.train.trainer import Trainer
+
+SAMPLE_TOKENS = 300
+"""Most tokens of the text that is printed at the end."""
+SAMPLE_TEMPERATURE = 0.7
+
+
+def run(
+    config: Config, *, resume: str | Literal["auto", "none"] = "auto", argv: Sequence[str] = ()
+) -> int:
+    """Train until the last step or a signal; returns the exit code (0, or 128 + signal)."""
+    with Signals() as signals, Trainer(config, resume=resume) as trainer:
+        make_folder(trainer.out_dir)
+        with atomic_file(trainer.out_dir / "config.toml") as file:
+            file.write(to_toml(config).encode())
+        done = trainer.progress.step
+        trackers = open_trackers(
+            config.log.trackers,
+            run_name=config.run.name,
+            out_dir=trainer.out_dir,
+            config=dataclasses.asdict(config),
+            resumed_step=done,
+        )
+        with JsonlLog(trainer.out_dir / "log.jsonl", resumed_step=done) as log:
+            log.cmd(argv)
+            log.config(to_toml(config))
+            log.info(trainer.device.reason)
+            loop = Loop(trainer, log, trackers, signals)
+            try:
+                last = loop.run()
+            finally:
+                for tracker in trackers:
+                    tracker.close()
+        if signals.received is not None:
+            where = "no step was made" if last is None else f"checkpoint: {last}"
+            announce(f"stopped by signal {signals.received}; {where}")
+            return signals.exit_code
+        leave(trainer, last)
+    return 0
+
+
+class Loop:
+    """The steps of one run, and what happens between them."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        log: JsonlLog,
+        trackers: Sequence[TrackerWriter],
+        signals: Signals,
+    ) -> None:
+        self.trainer, self.log, self.trackers, self.signals = trainer, log, trackers, signals
+        self.config = trainer.config
+        self.last: Path | None = None
+        self.saved_step = trainer.progress.step if trainer.resumed else -1
+
+    def run(self) -> Path | None:
+        """All remaining steps; returns the newest checkpoint, None if no step was ever made."""
+        t = self.trainer
+        self.last = t.resumed
+        with Console(t.total_steps, done_steps=t.progress.step) as console:
+            while not t.finished and self.signals.received is None:
+                metrics = t.step()
+                self._report(console, metrics)
+                if metrics.non_finite_tensor and self.config.log.non_finite == "stop":
+                    self._stop_at(metrics)
+                if self._due(self.config.eval.every):
+                    self._evaluate(console)
+                if self._due(self.config.checkpoint.every):
+                    self._save()
+            if t.progress.step and self.saved_step != t.progress.step:
+                self._save()
+        return self.last
+
+    def _due(self, every: int) -> bool:
+        """Whether something is due after this step: at multiples of `every`, and after the last."""
+        step = self.trainer.progress.step
+        return self.trainer.finished or bool(every and step % every == 0)
+
+    def _report(self, console: Console, metrics: StepMetrics) -> None:
+        console.step(metrics)
+        if metrics.step % self.config.log.every == 0 or metrics.skipped or self.trainer.finished:
+            self.log.step(metrics)
+            values = {
+                "loss": metrics.loss,
+                "grad_norm": metrics.grad_norm,
+                "learning_rate": metrics.learning_rate,
+                "tokens_per_second": metrics.tokens_per_second,
+            }
+            self._track(metrics.step, values)
+
+    def _evaluate(self, console: Console) -> None:
+        metrics = self.trainer.evaluate(stop=lambda: self.signals.received is not None)
+        if metrics is not None:
+            console.evaluation(metrics)
+            self.log.evaluation(metrics)
+            self._track(metrics.step, {"validation_loss": metrics.loss})
+
+    def _track(self, step: int, values: dict[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, values)
+
+    def _save(self) -> None:
+        start = time.perf_counter()
+        self.last = self.trainer.save()
+        self.saved_step = self.trainer.progress.step
+        self.log.checkpoint(self.saved_step, self.last, time.perf_counter() - start)
+
+    def _stop_at(self, metrics: StepMetrics) -> None:
+        """Nothing was updated: the state before the step is saved, so that it can be run again."""
+        self.trainer.undo_advance()
+        if self.trainer.progress.step and self.saved_step != self.trainer.progress.step:
+            self._save()
+        place = f"; the state before it is in {self.last}" if self.last else ""
+        raise MachineError(
+            f"step {metrics.step}: the gradient of {metrics.non_finite_tensor} is not finite{place};"
+            " lower optimizer.learning_rate, or set log.non_finite to skip such steps"
+        )
+
+
+def leave(trainer: Trainer, checkpoint: Path | None) -> None:
+    """At the end of a complete run: export, picture, sample, and where everything is."""
+    out = trainer.out_dir
+    if trainer.config.log.sample is not None:
+        announce(f"sample, from {trainer.config.log.sample!r}:")
+        print(sample(trainer, trainer.config.log.sample), flush=True)
+    announce(f"checkpoint: {checkpoint}")
+    announce(f"export (Hugging Face): {trainer.export(out / 'export')}")
+    plot_runs([out], out / "loss.png")
+    announce(f"log and picture: {out / 'log.jsonl'}, {out / 'loss.png'}")
+    if trainer.device.hint is not None:
+        announce(trainer.device.hint)
+
+
+def sample(trainer: Trainer, prompt: str) -> str:
+    """The prompt and its continuation by the trained model."""
+    tokenizer = trainer.data.tokenizer
+    tokens = tokenizer.encode(prompt)
+    inference = Inference(
+        trainer.model,
+        micro_batch=1,
+        seq_len=trainer.config.batch.seq_len,
+        base=trainer.config,
+        weights={s.parameter.name: s.weight for s in trainer.engine.states},
+    )
+    if len(tokens) == 0:
+        raise UserError("empty sample", where="log.sample", mend="give a prompt, or leave it out")
+    new = inference.generate(
+        tokens,
+        SAMPLE_TOKENS,
+        temperature=SAMPLE_TEMPERATURE,
+        top_p=0.95,
+        seed=trainer.config.run.seed,
+    )
+    return tokenizer.decode([*map(int, tokens), *new])
