@@ -182,7 +182,7 @@ def _and_more(names: Sequence[str]) -> str:
 def _missing_mend(missing: list[str], found: set[str]) -> str:
     if missing == [HEAD]:
         return 'if the head is the embedding, config.json needs "tie_word_embeddings": true'
-    if missing[0].removeprefix("model.") in found:
+    if any(name.startswith("model.") and name[6:] in found for name in missing):
         return "saved without its LM head (no 'model.' prefix): save the ForCausalLM model"
     return "the folder is incomplete, or config.json describes another model"
 
