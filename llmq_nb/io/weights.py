@@ -110,8 +110,8 @@ class WeightFiles:
         else:
             out[...] = file.read(name).astype(out.dtype)
 
-    def equal(self, a: str, b: str) -> bool:
-        """Whether two tensors have the same values, compared 16 MiB at a time."""
+    def equal(self, a: str, b: str, chunk: int = 1 << 24) -> bool:
+        """Whether two tensors have the same values (same bytes, `chunk` at a time, if same dtype)."""
         one, two = self.spec(a), self.spec(b)
         if one.shape != two.shape:
             return False
@@ -120,7 +120,9 @@ class WeightFiles:
             self.read_into(a, x)
             self.read_into(b, y)
             return np.array_equal(x, y)
-        pairs = zip(self._file_of[a].chunks(a), self._file_of[b].chunks(b), strict=True)
+        pairs = zip(
+            self._file_of[a].chunks(a, chunk), self._file_of[b].chunks(b, chunk), strict=True
+        )
         return all(x == y for x, y in pairs)
 
 

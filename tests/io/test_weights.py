@@ -16,7 +16,7 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.core.errors import UserError
 from llmq_nb.io.hf_config import read_model_config
 from llmq_nb.io.safetensors_io import TensorSpec, write_safetensors
-from llmq_nb.io.weights import check_weights, load_weights
+from llmq_nb.io.weights import WeightFiles, check_weights, load_weights
 from llmq_nb.model.parameters import layer_parameters, model_parameters
 from tests.io.folders import (
     BF16,
@@ -215,6 +215,15 @@ def test_a_tied_model_may_store_its_head_if_it_is_the_embedding(
     tensors[HEAD] = np.zeros((36, 32), head_dtype)
     with pytest.raises(UserError, match=r"lm_head.weight has shape \[36, 32\]"):
         check_weights(save_folder(tmp_path / "short", tensors), config)
+
+
+@pytest.mark.parametrize("differs", [0, 500, 1183], ids="element {}".format)
+def test_every_chunk_of_a_tied_head_is_compared(tmp_path: Path, differs: int) -> None:
+    tensors = random_tensors("qwen2", True, BF16)
+    tensors[HEAD] = tensors[TABLE].copy()
+    assert WeightFiles(save_folder(tmp_path / "same", tensors)).equal(HEAD, TABLE, chunk=100)
+    tensors[HEAD].reshape(-1)[differs] += 1
+    assert not WeightFiles(save_folder(tmp_path / "off", tensors)).equal(HEAD, TABLE, chunk=100)
 
 
 def sharded(tmp_path: Path) -> Path:
