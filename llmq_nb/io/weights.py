@@ -111,7 +111,7 @@ class WeightFiles:
             out[...] = file.read(name).astype(out.dtype)
 
     def equal(self, a: str, b: str, chunk: int = 1 << 24) -> bool:
-        """Whether two tensors have the same values (same bytes, `chunk` at a time, if same dtype)."""
+        """Whether two tensors have the same values (bytes, `chunk` at a time, if of one dtype)."""
         one, two = self.spec(a), self.spec(b)
         if one.shape != two.shape:
             return False
