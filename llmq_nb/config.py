@@ -1,13 +1,12 @@
-"""One run, as a TOML file says it: the sections, their keys, the defaults (stated here and nowhere
-else).
+"""One run, as a TOML file says it: the sections, their keys, their defaults (stated only here).
 
 Every key is documented at its field. `llmq_nb.config_file` reads and writes the files. Anything
-that can
-be derived is a method, never a field; `None` means "derive", and the field says how.
+that can be derived is a method, never a field; `None` means "derive", and the field says how.
 """
 
 import dataclasses
 import math
+import re
 from typing import Literal
 
 from llmq_nb.core.errors import UserError
@@ -17,6 +16,19 @@ def check(condition: bool, what: str, key: str, mend: str) -> None:
     """Raise the UserError of a value that is out of range."""
     if not condition:
         raise UserError(what, where=key, mend=mend)
+
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(i?)b", re.IGNORECASE)
+
+
+def parse_bytes(text: str, key: str) -> int:
+    """Bytes of a size such as "15GiB", "1.5 GB" or "512MiB"; `key` names it in the UserError."""
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UserError(f"{text!r}", where=key, mend='write a size with its unit, like "15GiB"')
+    number, prefix, binary = match.groups()
+    unit = (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
+    return round(float(number) * unit)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +56,9 @@ class ModelSection:
     init: Literal["auto", "random", "pretrained"] = "auto"
     """auto: pretrained where the folder has weights, random for presets and folders without."""
 
+    def __post_init__(self) -> None:
+        check(bool(self.path), "empty path", "model.path", "a folder or the name of a preset")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
@@ -61,6 +76,10 @@ class DataConfig:
     """stream cuts windows from the text; pack puts whole documents into windows (fine-tuning)."""
     seed: int = 1234
     """Seed of the order of the windows."""
+
+    def __post_init__(self) -> None:
+        check(bool(self.train), "empty path", "data.train", "the path of a token store")
+        check(0 <= self.seed < 2**32, f"{self.seed}", "data.seed", "0 to 4294967295")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,8 +176,8 @@ class ScheduleConfig:
         check(
             self.steps is None or self.steps >= 1, f"{self.steps}", "schedule.steps", "at least 1"
         )
-        ok = self.epochs is None or self.epochs > 0
-        check(ok, f"{self.epochs}", "schedule.epochs", "must be above 0")
+        ok = self.epochs is None or 0 < self.epochs < math.inf
+        check(ok, f"{self.epochs}", "schedule.epochs", "must be above 0 and finite")
         for key in ("warmup_steps", "cooldown_steps"):
             value = getattr(self, key)
             check(value >= 0, f"{value}", f"schedule.{key}", "must be 0 or more")
@@ -192,6 +211,10 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         ok = self.head_chunks >= 1
         check(ok, f"{self.head_chunks}", "memory.head_chunks", "must be at least 1")
+        for key in ("device_limit", "host_limit"):
+            value = getattr(self, key)
+            ok = value is None or parse_bytes(value, f"memory.{key}") > 0
+            check(ok, f"{value!r}", f"memory.{key}", "must be above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +227,10 @@ class ParallelConfig:
     """Transport of the weight gathers."""
     reduce: Literal["auto", "memcpy", "nccl"] = "auto"
     """Transport of the gradient reductions."""
+
+    def __post_init__(self) -> None:
+        ok = self.devices is None or (len(self.devices) > 0 and min(self.devices) >= 0)
+        check(ok, f"{self.devices}", "parallel.devices", "device numbers, one for each rank")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,7 @@
 """TOML files to Config and back: strict about keys, types and values.
 
 An unknown key is an error that names the nearest valid one; `--set section.key=value` goes through
-the
-same checks. `to_toml` writes the resolved config that is saved with a run and read again on resume.
+the same checks. `to_toml` writes the resolved config that is saved with a run and read on resume.
 """
 
 import dataclasses
@@ -20,14 +19,15 @@ from llmq_nb.core.errors import UserError
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
-    """The Config of a TOML file, with `section.key=value` overrides (TOML values; bare words are
-    strings).
+    """The Config of a TOML file, with `section.key=value` overrides.
+
+    A value is TOML; where the key takes text and it is none (a bare word, a number), it is text.
 
     Raises UserError: no such file, not TOML, unknown or mistyped key, value out of range.
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors may leave a mark
     except FileNotFoundError:
         raise UserError(f"no such file: {path}", mend="give the path of a config.toml") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -48,17 +48,41 @@ def parse_config(text: str, *, where: str, overrides: typing.Sequence[str] = ())
 
 def _apply(tables: dict[str, Any], override: str) -> None:
     name, separator, text = override.partition("=")
-    section, dot, key = name.strip().partition(".")
+    section, dot, key = (part.strip() for part in name.partition("."))
     if not separator or not dot or not key:
         raise UserError(f"--set {override}", mend="write --set section.key=value")
+    text = text.strip()
     try:
-        value = tomli.loads(f"value = {text}")["value"]
+        parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
-        value = text.strip()  # a bare word is a string, as on any command line
+        parsed = {}
+    value = parsed["value"] if len(parsed) == 1 else text
+    hint = _hint(section, key)
+    if hint is not None and not _fits(value, hint) and _fits(text, hint):
+        value = text
     table = tables.setdefault(section, {})
     if not isinstance(table, dict):
         raise UserError(f"{section} is no section", where=f"--set {override}")
     table[key] = value
+
+
+def _hint(section: str, key: str) -> Any:
+    """The type of a key; None: there is no such key."""
+    part = typing.get_type_hints(Config).get(section)
+    return None if part is None else typing.get_type_hints(part).get(key)
+
+
+def _nearest(key: str, names: typing.Iterable[str], section: str) -> str:
+    """What an unknown key was meant to be: near in spelling, short for it, or elsewhere."""
+    names = list(names)
+    near = difflib.get_close_matches(key, names, n=1)
+    near += [name for name in names if key == "".join(word[0] for word in name.split("_"))]
+    near += [
+        f"[{part}] {key}"
+        for part in typing.get_type_hints(Config)
+        if part != section and _hint(part, key) is not None
+    ]
+    return f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
 
 
 def _build(cls: Any, table: Any, where: str, section: str) -> Any:
@@ -71,9 +95,8 @@ def _build(cls: Any, table: Any, where: str, section: str) -> Any:
     hints = typing.get_type_hints(cls)
     for key in table:
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
             kind = "key" if section else "section"
-            mend = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(fields)}"
+            mend = _nearest(key, fields, section)
             raise UserError(f"unknown {kind} {key!r}", where=place, mend=mend)
     values = {}
     for name, field in fields.items():
@@ -104,7 +127,10 @@ def _value(value: Any, hint: Any, place: str) -> Any:
         return float(value) if hint is float else value
     wanted = _describe(hint)
     choices = [str(a) for a in _choices(hint)]
-    near = difflib.get_close_matches(str(value), choices, n=1)
+    items = value if isinstance(value, list) else [value]
+    wrong = [str(item) for item in items if str(item) not in choices]
+    # 0.7: not `cpu` for `gpu`
+    near = difflib.get_close_matches(wrong[0], choices, n=1, cutoff=0.7) if wrong else []
     hint_text = f"; did you mean {near[0]!r}?" if near else ""
     raise UserError(
         f"{json.dumps(value, default=str)}", where=place, mend=f"must be {wanted}{hint_text}"
@@ -120,7 +146,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple:
         return isinstance(value, list | tuple) and all(_fits(v, args[0]) for v in value)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        # TOML integers have no bound here, floats have
+        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023
+        return isinstance(value, float) or whole
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -161,9 +189,11 @@ def to_toml(config: Config) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return f"[{', '.join(_toml(v) for v in value)}]"
     if isinstance(value, str):
         # JSON's escapes are TOML's, but for DEL, which JSON leaves bare
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)  # int, float: repr round-trips, and writes inf and nan as TOML does
+    if isinstance(value, float):  # NumPy's too: their own repr is no TOML
+        return repr(float(value))  # round-trips, and writes inf and nan as TOML does
+    return str(int(value))

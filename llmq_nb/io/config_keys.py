@@ -31,7 +31,7 @@ HARMLESS = frozenset(
         # where the file comes from
         *("_name_or_path", "_model_name_or_path", "name_or_path", "transformers_version"),
         *("_commit_hash", "transformers.js_config", "is_llama_config", "unsloth_version"),
-        *("unsloth_fixed", "torch_dtype", "dtype", "llmq_nb"),
+        *("unsloth_fixed", "torch_dtype", "dtype"),
         # how a library runs or caches it
         *("use_cache", "_attn_implementation", "attn_implementation", "return_dict"),
         *("_attn_implementation_autoset", "output_attentions", "output_hidden_states"),

@@ -110,8 +110,8 @@ class WeightFiles:
         else:
             out[...] = file.read(name).astype(out.dtype)
 
-    def equal(self, a: str, b: str) -> bool:
-        """Whether two tensors have the same values, compared 16 MiB at a time."""
+    def equal(self, a: str, b: str, chunk: int = 1 << 24) -> bool:
+        """Whether two tensors have the same values (bytes, `chunk` at a time, if of one dtype)."""
         one, two = self.spec(a), self.spec(b)
         if one.shape != two.shape:
             return False
@@ -120,7 +120,9 @@ class WeightFiles:
             self.read_into(a, x)
             self.read_into(b, y)
             return np.array_equal(x, y)
-        pairs = zip(self._file_of[a].chunks(a), self._file_of[b].chunks(b), strict=True)
+        pairs = zip(
+            self._file_of[a].chunks(a, chunk), self._file_of[b].chunks(b, chunk), strict=True
+        )
         return all(x == y for x, y in pairs)
 
 
@@ -182,7 +184,7 @@ def _and_more(names: Sequence[str]) -> str:
 def _missing_mend(missing: list[str], found: set[str]) -> str:
     if missing == [HEAD]:
         return 'if the head is the embedding, config.json needs "tie_word_embeddings": true'
-    if missing[0].removeprefix("model.") in found:
+    if any(name.startswith("model.") and name[6:] in found for name in missing):
         return "saved without its LM head (no 'model.' prefix): save the ForCausalLM model"
     return "the folder is incomplete, or config.json describes another model"
 

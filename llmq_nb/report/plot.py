@@ -93,7 +93,10 @@ def load_run(path: Path, name: str) -> Run:
         raise UserError(f"nothing to plot: no step is logged in {log}", mend="train a step first")
     keys = ("step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds", "tokens")
     columns = {key: _column(steps, key) for key in keys}
-    columns["tokens_seen"] = np.cumsum(np.nan_to_num(columns.pop("tokens")))
+    # a record stands for the steps since the one before it (log.every)
+    made = np.diff(columns["step"], prepend=0.0)
+    columns["tokens_seen"] = np.cumsum(np.nan_to_num(columns.pop("tokens") * made))
+    columns["seconds"] *= made
     evals = [r for r in records if r.get("log") == "eval"]
     evaluations = {key: _column(evals, key) for key in ("step", "loss")}
     evaluations["tokens_seen"] = np.interp(
@@ -151,13 +154,14 @@ def _draw_run(panel: Axes, run: Run, key: str, over: Over, color: str) -> None:
 
 
 def _smooth(y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean of a centred window of about 1/25 of the points; NaN points do not count."""
-    half = max(1, len(y) // 50)
+    """Mean of a centred window of about 1/25 of the points, narrower at both ends so that it stays
+    centred; NaN points do not count."""
+    index = np.arange(len(y))
+    half = np.minimum(max(1, len(y) // 50), np.minimum(index, index[::-1]))
     finite = np.isfinite(y)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, y, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
-    low = np.maximum(np.arange(len(y)) - half, 0)
-    high = np.minimum(np.arange(len(y)) + half + 1, len(y))
+    low, high = index - half, index + half + 1
     count = counts[high] - counts[low]
     mean = (sums[high] - sums[low]) / np.maximum(count, 1)
     return np.where(count > 0, mean, np.nan)

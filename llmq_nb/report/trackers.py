@@ -96,7 +96,9 @@ class Wandb:
     ) -> None:
         mode = os.environ.get("WANDB_MODE")
         if not mode:
-            key = os.environ.get("WANDB_API_KEY") or getattr(module.api, "api_key", None)
+            key = os.environ.get("WANDB_API_KEY") or getattr(
+                getattr(module, "api", None), "api_key", None
+            )
             mode = "online" if key else "offline"
         out_dir.mkdir(parents=True, exist_ok=True)
         self._run = module.init(

@@ -188,8 +188,11 @@ def check_out_dir(root: Path, nbytes: int) -> None:
 
 def make_folder(path: Path) -> Path:
     """The folder, made where it is missing. Raises UserError where that is not possible."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:  # else a power cut may take the new folder and all that is in it
+            sync_folder(folder.parent)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"cannot make the folder {path}", mend=reason) from None

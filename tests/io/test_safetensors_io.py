@@ -17,6 +17,7 @@ from llmq_nb.io.safetensors_io import (
     write_safetensors,
     write_sharded,
 )
+from tests.io.folders import leftovers, library_save
 
 DTYPES = {
     "F32": np.float32,
@@ -70,14 +71,9 @@ def test_we_read_the_librarys_bytes(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     x = rng.standard_normal((3, 5)).astype(ml_dtypes.bfloat16)
     y = rng.standard_normal(4).astype(np.float32)
-    entries = {
-        "x": {"dtype": "bfloat16", "shape": [3, 5], "data": x.tobytes()},
-        "y": {"dtype": "float32", "shape": [4], "data": y.tobytes()},
-    }
-    path = tmp_path / "b.safetensors"
-    path.write_bytes(safetensors.serialize(entries, {"who": "library"}))
-    file = SafetensorsFile(path)
-    assert file.metadata == {"who": "library"}
+    library_save(tmp_path / "b.safetensors", {"x": x, "y": y})
+    file = SafetensorsFile(tmp_path / "b.safetensors")
+    assert file.metadata == {"format": "pt"}
     assert file.read("x").dtype == x.dtype and file.read("x").tobytes() == x.tobytes()
     assert file.read("y").tobytes() == y.tobytes()
     rows = np.zeros((6, 5), ml_dtypes.bfloat16)
@@ -154,7 +150,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         SafetensorsFile(tmp_path / "none.safetensors")
 
 
-@pytest.mark.usefixtures("no_leftovers")
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write(path, {"x": random_bits(np.float32, (4,), 1)})
@@ -164,7 +159,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
         write_safetensors(path, specs, {"x": np.zeros(4, np.float32)}.__getitem__)
     with pytest.raises(ValueError, match="int32"):
         write_safetensors(path, specs[:1], lambda _: np.zeros(4, np.int32))
-    assert path.read_bytes() == before
+    assert path.read_bytes() == before and not leftovers(tmp_path)
 
 
 def test_atomic_file_appears_only_at_the_end(tmp_path: Path) -> None:

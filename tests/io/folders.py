@@ -2,13 +2,11 @@
 names and shapes are stated here as transformers has them."""
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pytest
 import safetensors
 
 from llmq_nb.model.config import ModelConfig
@@ -56,10 +54,14 @@ def random_tensors(family: str, tied: bool, dtype: Any, seed: int = 0) -> Tensor
 
 def library_save(path: Path, tensors: Tensors) -> None:
     """The safetensors library as the writer."""
-    entries = {
-        name: {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape), "data": t.tobytes()}
-        for name, t in tensors.items()
-    }
+    spec = getattr(safetensors, "TensorSpec", None)  # since 0.8
+    entries: dict[str, Any] = {}
+    for name, t in tensors.items():
+        entry: dict[str, Any] = {"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape)}
+        if spec is None:
+            entries[name] = {**entry, "data": t.tobytes()}
+        else:
+            entries[name] = spec(**entry, data_ptr=t.ctypes.data, data_len=t.nbytes)
     path.write_bytes(safetensors.serialize(entries, {"format": "pt"}))
 
 
@@ -77,32 +79,24 @@ def make_config(family: str, tied: bool = False, **changes: Any) -> ModelConfig:
     return ModelConfig(family=family, tied=tied, **{**SIZES, **flags, **changes})  # type: ignore
 
 
-@pytest.fixture
-def save_folder(tmp_path: Path) -> Callable[..., Path]:
-    """save_folder(tensors, shards=1): a folder with the tensors dealt to so many shards."""
-
-    def save(tensors: Tensors, shards: int = 1) -> Path:
-        folder = tmp_path / "source"
-        folder.mkdir()
-        if shards == 1:
-            library_save(folder / "model.safetensors", tensors)
-            return folder
-        weight_map = {}
-        for i in range(shards):
-            name = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-            part = dict(list(tensors.items())[i::shards])
-            library_save(folder / name, part)
-            weight_map |= dict.fromkeys(part, name)
-        index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def save_folder(folder: Path, tensors: Tensors, shards: int = 1) -> Path:
+    """A folder with the tensors dealt to so many shards."""
+    folder.mkdir()
+    if shards == 1:
+        library_save(folder / "model.safetensors", tensors)
         return folder
+    weight_map = {}
+    for i in range(shards):
+        name = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(list(tensors.items())[i::shards])
+        library_save(folder / name, part)
+        weight_map |= dict.fromkeys(part, name)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
-    return save
 
-
-@pytest.fixture
-def no_leftovers(tmp_path: Path) -> Iterator[None]:
-    """No temporary file or staging folder outlives the test."""
-    yield
-    names = [p.name for p in tmp_path.rglob("*")]
-    assert not [n for n in names if n.endswith(".tmp") or "llmq_nb_staging" in n or "_old" in n]
+def leftovers(folder: Path) -> list[str]:
+    """Names that a finished or failed write must not leave."""
+    names = [path.name for path in folder.rglob("*")]
+    return [n for n in names if n.endswith((".tmp", ".llmq_nb_staging", ".llmq_nb_old"))]
