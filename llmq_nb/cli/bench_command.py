@@ -8,8 +8,9 @@ import click
 
 @click.command("bench")
 @click.argument("what", type=click.Choice(["data"]))
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the
-figures.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures."
+)
 def command(what: str, json_file: Path | None) -> None:
     """Measure WHAT: data, the token loader."""
     from llmq_nb.data.bench import run

@@ -7,8 +7,9 @@ import click
 @click.argument("checkpoint", type=click.Path())
 @click.argument("out_dir", type=click.Path())
 @click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
-@click.option("--max-shard-size", default="5GB", show_default=True, help="For example 2GB or
-500MiB.")
+@click.option(
+    "--max-shard-size", default="5GB", show_default=True, help="For example 2GB or 500MiB."
+)
 def command(checkpoint: str, out_dir: str, dtype: str, max_shard_size: str) -> None:
     """Write CHECKPOINT (or the newest one of a run's folder) to OUT_DIR for transformers."""
     from llmq_nb.core.dtype import DType

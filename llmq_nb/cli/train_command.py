@@ -7,8 +7,9 @@ import click
 
 @click.command("train")
 @click.argument("config", type=click.Path())
-@click.option("--set", "overrides", multiple=True, metavar="section.key=value", help="Override a
-key.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="section.key=value", help="Override a key."
+)
 @click.option("--resume", default="auto", metavar="auto|none|DIR", help="Where to go on from.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the resolved config, stop.")
 def command(config: str, overrides: tuple[str, ...], resume: str, dry_run: bool) -> int:
