@@ -196,7 +196,8 @@ def eval_batches(
     plan = Packing(store, seq_len, packing)
     shape = (micro_batch, seq_len)
     batches = -(-len(plan) // micro_batch)
-    source = EpochOrder(plan, 0, 0, shuffle=False).windows(0)
+    # a part of the store is a fair sample only if it is drawn from all of it
+    source = EpochOrder(plan, 0, 0, shuffle=limit is not None).windows(0)
     rest: list[NDArray[np.int32]] = [np.empty((0, seq_len), np.int32)] * 3
     for _ in range(batches if limit is None else min(limit, batches)):
         while len(rest[0]) < micro_batch and (piece := next(source, None)) is not None:

@@ -34,7 +34,10 @@ class StepResult:
 class Engine(Protocol):
     """One run's memory and work on its device."""
 
-    states: list[State]
+    @property
+    def states(self) -> list[State]:
+        """What the optimizer keeps, a state for each parameter in forward order."""
+        ...
 
     def train_step(
         self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
