@@ -57,8 +57,8 @@ class _Generation(Extension):
 class ChatRenderer:
     """The chat template of one tokenizer.
 
-    Raises UserError if the tokenizer has neither a template nor the tokens of ChatML, or the template
-    is malformed.
+    Raises UserError if the tokenizer has neither a template nor the tokens of ChatML, or the
+    template is malformed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -160,7 +160,7 @@ class ChatRenderer:
         return probe.index(marks[3])
 
     def _turn_end(self, text: str, begin: int) -> int:
-        """End of the last special token after `begin` if only space follows it, else of the text."""
+        """End of the last special token after `begin` if only space follows, else of the text."""
         ends = [match.end() for match in self._special.finditer(text, begin)]
         return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
 
