@@ -58,8 +58,12 @@ class ChatRenderer:
     """The chat template of one tokenizer.
 
     Raises UserError if the tokenizer has neither a template nor the tokens of ChatML, or the
+<<<<<<< HEAD
     template
     is malformed.
+=======
+    template is malformed.
+>>>>>>> data
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -161,7 +165,7 @@ class ChatRenderer:
         return probe.index(marks[3])
 
     def _turn_end(self, text: str, begin: int) -> int:
-        """End of the last special token after `begin` if only space follows it, else of the text."""
+        """End of the last special token after `begin` if only space follows, else of the text."""
         ends = [match.end() for match in self._special.finditer(text, begin)]
         return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
 

@@ -50,13 +50,7 @@ class Packing:
     Raises UserError if the store has fewer than T + 1 tokens or no supervised one.
     """
 
-    def __init__(
-        self,
-        store: TokenSource,
-        seq_len: int,
-        mode: Mode = "stream",
-        block_tokens: int = BLOCK_TOKENS,
-    ) -> None:
+    def __init__(self, store: TokenSource, seq_len: int, mode: Mode = "stream") -> None:
         if seq_len < 1:
             raise ValueError(f"{seq_len=}")
         if mode not in ("stream", "pack"):
@@ -65,11 +59,11 @@ class Packing:
         self.store, self.seq_len = store, seq_len
         self._starts = store.document_starts
         if mode == "stream":
-            self.bounds, self.first_window = self._stream_blocks(block_tokens)
+            self.bounds, self.first_window = self._stream_blocks()
             self._pieces = None
         else:
             self._pieces = _pieces(self._starts, len(store), seq_len)
-            self.bounds, self.first_window, self._place = self._packed_blocks(block_tokens)
+            self.bounds, self.first_window, self._place = self._packed_blocks()
 
     def __len__(self) -> int:
         return int(self.first_window[-1])
@@ -78,17 +72,17 @@ class Packing:
     def blocks(self) -> int:
         return len(self.first_window) - 1
 
-    def _stream_blocks(self, block_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _stream_blocks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Bounds and first window of each block."""
         T = self.seq_len
-        windows = -(
-            -(len(self.store) - 1) // T
-        )  # a last token alone in its window would train nothing
-        per_block = max(block_tokens // T, 1)
+        # Not len(store): a last token alone in its window would train nothing.
+        windows = -(-(len(self.store) - 1) // T)
+        per_block = max(BLOCK_TOKENS // T, 1)
         first = np.append(np.arange(0, windows, per_block), windows)
         return np.minimum(first * T, len(self.store)), first
 
     def _packed_blocks(
-        self, block_tokens: int
+        self,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Bounds and first window of each block; each piece's offset in the row of all windows."""
         assert self._pieces is not None
@@ -97,7 +91,7 @@ class Packing:
         bounds, first = [0], [0]
         lengths = np.diff(pieces)
         # At least 16 windows a block, or first fit has nothing to choose from.
-        block_ends = _group(pieces, max(block_tokens, 16 * T))
+        block_ends = _group(pieces, max(BLOCK_TOKENS, 16 * T))
         begin = 0
         for end in block_ends:
             windows = _first_fit(lengths[begin:end], T, place[begin:end])

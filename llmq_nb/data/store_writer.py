@@ -66,11 +66,12 @@ class StoreWriter:
             "with_mask": with_mask,
             "sources": sources or {},
         }
-        attributes = read_attributes(self.path)
-        if attributes is None:
-            attributes = identity | {"tokens": 0, "documents": 0, "supervised": 0, "appended": 0}
-            _create(self.path, attributes | {"closed": False}, chunk, shard)
+        if read_attributes(self.path) is None:
+            zeros = {"tokens": 0, "documents": 0, "supervised": 0, "appended": 0, "closed": False}
+            _create(self.path, identity | zeros, chunk, shard)
         self._lock = _lock(self.path)
+        attributes = read_attributes(self.path)
+        assert attributes is not None
         self._check_resumable(attributes, identity)
         self.tokens: int = attributes["tokens"]
         self.documents: int = attributes["documents"]
@@ -85,12 +86,16 @@ class StoreWriter:
         self._begun = False  # a document is open: nothing may be committed
 
     def _check_resumable(self, attributes: dict[str, Any], identity: dict[str, Any]) -> None:
-        if attributes.get("closed"):
-            self._unlock()
+        if attributes["closed"]:
+            self.release()
             raise UserError("the token store is complete", where=str(self.path), mend=REDO)
         for key, value in identity.items():
-            if attributes[key] != value:
-                self._unlock()
+            if key == "sources" and "fingerprint" in value:  # what it says besides is for people
+                same = attributes[key].get("fingerprint") == value["fingerprint"]
+            else:
+                same = attributes[key] == value
+            if not same:
+                self.release()
                 raise UserError(
                     f"unfinished token store with other {key}", where=str(self.path), mend=REDO
                 )
@@ -167,7 +172,13 @@ class StoreWriter:
             _fsync(self.path / "zarr.json")
         except OSError as error:
             raise _write_error(self.path, error) from error
-        self._unlock()
+        self.release()
+
+    def discard(self) -> None:
+        """Delete the store, unless it was closed."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path)
+            self.release()
 
     def _write(self, *, full_shards_only: bool) -> None:
         try:
@@ -179,9 +190,11 @@ class StoreWriter:
 
     def _set(self, *, closed: bool) -> None:
         totals = {k: getattr(self, k) for k in ("tokens", "documents", "supervised", "appended")}
-        self._group.attrs.update(totals | {"closed": closed})
+        # One write of one file. attrs.update() would write the file once for each key.
+        self._group.update_attributes(totals | {"closed": closed})
 
-    def _unlock(self) -> None:
+    def release(self) -> None:
+        """Let another writer continue the store; this one writes no more."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -197,7 +210,7 @@ class StoreWriter:
     ) -> None:
         if kind is None:
             self.close()
-        self._unlock()
+        self.release()
 
 
 class _Column:
