@@ -50,7 +50,7 @@ def linear_backward(
 def bias_gradient(dbias: Array, dy: Array, *, accumulate: bool) -> None:
     """Of the values, not of the codes: a sum of rounding errors would be added to every row."""
     sums = each_rows(lambda rows: to_float32(dy[rows]).sum(axis=0), *dy.shape)
-    accumulated(dbias, np.sum(sums, axis=0, dtype=np.float32), accumulate)
+    accumulated(dbias, np.stack(sums).sum(axis=0), accumulate)
 
 
 def swiglu(y: Array, gate_up: Array) -> None:

@@ -15,7 +15,7 @@ from llmq_nb.core.rounding import to_float32
 from llmq_nb.model.engine_cpu.rows import each_rows
 
 Array = NDArray[Any]
-Float = NDArray[np.float32]
+Float = NDArray[Any]  # float32: NumPy's own types widen it to float64
 
 
 def normed(x: Float, weight: Float, eps: float) -> tuple[Float, Float]:
@@ -66,7 +66,7 @@ def rmsnorm_backward(
         dx[rows] = grad if dresidual is None else to_float32(dresidual[rows]) + grad
         return products.sum(axis=0)
 
-    return np.sum(each_rows(work, *x.shape), axis=0, dtype=np.float32)
+    return np.stack(each_rows(work, *x.shape)).sum(axis=0)
 
 
 def qk_norm(
@@ -96,5 +96,5 @@ def qk_norm_backward(
         dqkv[rows, n:] = dheads[rows, n:]
         return products.sum(axis=0)
 
-    total = np.sum(each_rows(work, qkv.shape[0], qkv.shape[1] * qkv.shape[2]), axis=0)
+    total = np.stack(each_rows(work, qkv.shape[0], qkv.shape[1] * qkv.shape[2])).sum(axis=0)
     return total[:queries].sum(axis=0), total[queries:].sum(axis=0)

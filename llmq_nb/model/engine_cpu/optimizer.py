@@ -20,7 +20,7 @@ from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.engine_cpu.rows import each_rows
 from llmq_nb.model.ops import Scalars
 
-Float = NDArray[np.float32]
+Float = NDArray[Any]  # float32: NumPy's own types widen it to float64
 M_GROUP = 128
 """Values of an e4m3 first moment that share a scale."""
 
