@@ -58,12 +58,7 @@ class ChatRenderer:
     """The chat template of one tokenizer.
 
     Raises UserError if the tokenizer has neither a template nor the tokens of ChatML, or the
-<<<<<<< HEAD
-    template
-    is malformed.
-=======
     template is malformed.
->>>>>>> data
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
