@@ -1,7 +1,8 @@
 """Writes a store in forked children that are killed. Run as a program by test_crash.py.
 
-steps FOLDER   for n = 1, 2, ...: a child writes FOLDER/n.zarr and kills itself (SIGKILL) at its n-th
-               file operation (open, rename, remove, ...), until a child gets through. Prints how many.
+steps FOLDER   for n = 1, 2, ...: a child writes FOLDER/n.zarr and kills itself (SIGKILL) at its
+               n-th file operation (open, rename, remove, ...), until a child gets through. Prints
+               the last n.
 random FOLDER SEED   ten children in turn write FOLDER/s.zarr; each is killed from outside when a
                random number of its documents is written. Prints how far each got.
 tokenize FOLDER STEP   as `steps`, but `tokenize_split` of FOLDER/text/*, killed at operations 1,
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +33,7 @@ def documents(count: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(rng.integers(0, 259, n), rng.random(n) < 0.5) for n in lengths]
 
 
-def write(path: Path, count: int, done: Callable[[], None] = lambda: None) -> None:
+def write(path: Path, count: int, done: Callable[[], object] = lambda: None) -> None:
     with StoreWriter(path, RECORD, True, chunk=64, shard=256) as writer:
         for tokens, mask in documents(count)[writer.appended :]:
             writer.append(tokens, mask)
@@ -72,7 +74,7 @@ def killed_at(operation: int, work: Callable[[], None]) -> int:
 
 def steps(folder: Path) -> None:
     operation = 1
-    while killed_at(operation, lambda: write(folder / f"{operation}.zarr", 6)):
+    while killed_at(operation, partial(write, folder / f"{operation}.zarr", 6)):
         operation += 1
     print(operation)
 
@@ -83,7 +85,7 @@ def random(folder: Path, seed: int) -> None:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            write(folder / "s.zarr", 600, lambda: os.write(writer, b".") and None)
+            write(folder / "s.zarr", 600, partial(os.write, writer, b"."))
             os._exit(0)
         os.close(writer)
         seen, limit = 0, int(rng.integers(1, 55))
