@@ -2,6 +2,7 @@
 
 import io
 import re
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ class Clock:
 
 
 def step(n: int, **changes) -> StepMetrics:
-    values = dict(
+    values: dict[str, Any] = dict(
         step=n, loss=2.5, grad_norm=0.75, learning_rate=1e-3, tokens=8, supervised=7, lse_max=9.0,
         seconds=2.0, tokens_per_second=12345.6,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from llmq_nb.report.metrics import EvalMetrics, StepMetrics
 
 
 def step_metrics(step: int, loss: float = 2.5, **changes) -> StepMetrics:
-    values = dict(
+    values: dict[str, Any] = dict(
         step=step, loss=loss, grad_norm=1.0, learning_rate=1e-3, tokens=8, supervised=7,
         lse_max=9.0, seconds=0.5, tokens_per_second=16.0,
     )  # fmt: skip

@@ -75,7 +75,7 @@ def test_long_curves_are_smoothed_without_moving(tmp_path):
     """A straight line has itself as its moving mean, at both ends too."""
     run = load_run(make_run(tmp_path / "a", steps=range(1, 301), loss=lambda s: s / 4), "a")
     loss = [line for line in draw([run]).axes[0].get_lines() if line.get_label() == "a"]
-    np.testing.assert_allclose(loss[0].get_ydata(), np.arange(1, 301) / 4, rtol=1e-12)
+    np.testing.assert_allclose(np.asarray(loss[0].get_ydata()), np.arange(1, 301) / 4, rtol=1e-12)
 
 
 def test_smoothing_is_the_mean_of_a_centred_window_without_nan(tmp_path):
