@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 import weakref
 
 import ml_dtypes
@@ -120,15 +121,15 @@ def test_manifest_has_size_and_hash_of_every_other_file(tmp_path):
 
 
 def test_streams_are_taken_one_array_at_a_time(tmp_path):
-    alive = weakref.WeakSet()
+    made: list[weakref.ref[np.ndarray]] = []
     most = 0
 
     def stream():
         nonlocal most
         for i in range(20):
             array = np.zeros(50, np.uint8)
-            alive.add(array)
-            most = max(most, len(alive))
+            made.append(weakref.ref(array))
+            most = max(most, sum(one() is not None for one in made))
             yield f"t{i}", array
 
     parts = {"m": stream()}
@@ -346,7 +347,7 @@ def test_missing_space_is_named_before_a_byte_is_written(tmp_path):
 def test_without_a_size_the_newest_one_is_taken_as_large(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
     size = sum(f.stat().st_size for f in path.rglob("*.*") if f.name != "manifest.json")
-    usage = type("Usage", (), {"free": size - 1})
+    usage = types.SimpleNamespace(free=size - 1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(MachineError, match="no space for the checkpoint of step 2"):
         save(tmp_path, 2)
