@@ -1,8 +1,8 @@
 """Offsets in one block of memory for buffers that are not all alive at once.
 
-A buffer with a lifetime (first, last) may share bytes with any buffer whose lifetime does not
-touch it;
-one without lives for the whole run. Placement is first fit by size, largest first: deterministic.
+A buffer with a lifetime (first, last) may share bytes with any buffer whose lifetime does not touch
+it; one without lives for the whole run. Placement is first fit by size, largest first, and after
+that what lives for the whole run in the order given: deterministic.
 """
 
 import dataclasses
@@ -29,8 +29,9 @@ class Slot:
 def assign_offsets(slots: Sequence[Slot]) -> tuple[list[int], int]:
     """(offset of each slot, total bytes). No two slots alive at one tick share a byte."""
     offsets = [0] * len(slots)
+    shared = [i for i in range(len(slots)) if slots[i].lifetime is not None]
     placed: list[int] = []
-    for i in sorted(range(len(slots)), key=lambda i: (-slots[i].nbytes, i)):
+    for i in sorted(shared, key=lambda i: (-slots[i].nbytes, i)):
         size = aligned(slots[i].nbytes)
         taken = sorted(
             (offsets[j], offsets[j] + aligned(slots[j].nbytes))
@@ -45,6 +46,10 @@ def assign_offsets(slots: Sequence[Slot]) -> tuple[list[int], int]:
         offsets[i] = offset
         placed.append(i)
     total = max((offsets[i] + aligned(slots[i].nbytes) for i in placed), default=0)
+    for i, slot in enumerate(slots):  # what always lives shares with nothing: one after the other
+        if slot.lifetime is None:
+            offsets[i] = total
+            total += aligned(slot.nbytes)
     return offsets, total
 
 

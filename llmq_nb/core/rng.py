@@ -7,8 +7,7 @@ Philox4x32-10 maps (key, counter) to four 32-bit words, ten rounds of two 32x32 
 
 One call serves eight consecutive elements of a tensor with 16 bits each: element `index` takes the
 low half (even index) or the high half (odd index) of word (index % 8) / 2. Shards are cut at
-multiples
-of 1024 elements, so neither sharding nor the purpose ever shares or changes bits.
+multiples of 1024 elements, so neither sharding nor the purpose ever shares or changes bits.
 
 Source   Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". Written
 from the paper.
@@ -71,12 +70,11 @@ def bits16(
 
 
 def normal(first: int, count: int, *, seed: int, tensor_id: int) -> NDArray[np.float32]:
-    """Standard normal float32 values by Box-Muller: eight from the eight 16-bit halves would be too
-    coarse, so element i takes a whole pair of 32-bit words of counter group i / 2.
+    """Standard normal float32 values by Box-Muller, of the elements first .. first + count - 1.
 
-    A group of four words gives two pairs (u, v) and from each pair both values:
-    r = sqrt(-2 ln((u + 1) / 2^32)), (r cos(2 pi v / 2^32), r sin(2 pi v / 2^32)), so four normals
-    a group.
+    16 bits would be too coarse, so the counter's first words are element / 4: the four words of a
+    group are two pairs (u, v), and each pair gives two values,
+    r cos(2 pi v / 2^32) and r sin(2 pi v / 2^32) with r = sqrt(-2 ln((u + 1) / 2^32)).
     """
     group = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
     w = philox((group & LOW, group >> SHIFT, tensor_id, 0), (seed, int(Purpose.INIT)))

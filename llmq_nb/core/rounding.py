@@ -3,8 +3,7 @@
 nearest      round to nearest, ties to even (ml_dtypes)
 stochastic   x rounds up with the probability of its position between its two neighbours:
              add 16 random bits below the BF16 mantissa, then truncate. Non-finite stay as they are.
-quantize     per-tensor scaling to FP8 (just in time): the absmax lands on the format's largest
-value
+quantize     per-tensor scaling to FP8 (just in time): absmax lands on the format's largest value
 """
 
 from typing import Any
@@ -30,7 +29,11 @@ def stochastic_bf16(x: NDArray[np.float32], bits: NDArray[np.uint16]) -> NDArray
 
 
 def stochastic_e4m3(x: NDArray[np.float32], bits: NDArray[np.uint16]) -> NDArray[Any]:
-    """float32, |x| <= 448, to e4m3: up to the next value where bits / 65536 < position."""
+    """float32 to e4m3 with 16 random bits an element; beyond 448 saturates.
+
+    As for BF16: |x| rounds up where its position between its neighbours, cut to 16 bits, plus
+    `bits` reaches 2^16.
+    """
     magnitude = np.minimum(np.abs(x), np.float32(FP8_MAX[DType.E4M3]))
     exponent = np.frexp(magnitude)[1].astype(np.int32) - 1
     ulp = np.ldexp(
@@ -38,7 +41,7 @@ def stochastic_e4m3(x: NDArray[np.float32], bits: NDArray[np.uint16]) -> NDArray
     )  # subnormals below 2^-6 share one ulp
     steps = magnitude / ulp  # exact: a division by a power of two
     low = np.floor(steps)
-    up = bits < np.round((steps - low) * np.float32(65536.0))
+    up = np.floor((steps - low) * np.float32(65536.0)) + bits >= np.float32(65536.0)
     rounded = np.copysign((low + up) * ulp, x)
     return rounded.astype(DType.E4M3.numpy)
 
@@ -51,8 +54,11 @@ def absmax(x: NDArray[Any]) -> np.float32:
     return np.float32(np.maximum(values.max(), -values.min()))
 
 
-def scales(absmax: np.float32 | float, dtype: DType) -> tuple[np.float32, np.float32]:
-    """(scale, inv_scale): scale = absmax / FP8_MAX dequantises; inv_scale goes before the cast."""
+def scales(absmax: Any, dtype: DType) -> tuple[Any, Any]:
+    """(scale, inv_scale) as float32, of a number or elementwise.
+
+    scale = absmax / FP8_MAX dequantises; inv_scale goes before the cast.
+    """
     largest = np.float32(FP8_MAX[dtype])
     amax = np.float32(absmax)
     return amax / largest, largest / np.maximum(amax, np.float32(ABSMAX_FLOOR))

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmq_nb.config import OptimizerConfig
-from llmq_nb.core.dtype import FP8_MAX, DType
+from llmq_nb.core.dtype import DType
 from llmq_nb.core.rng import Purpose, bits16
-from llmq_nb.core.rounding import stochastic_bf16, stochastic_e4m3, to_float32
+from llmq_nb.core.rounding import scales, stochastic_bf16, stochastic_e4m3, to_float32
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.engine_cpu.rows import each_rows
 from llmq_nb.model.ops import Scalars
@@ -82,7 +82,8 @@ def adamw(
         _store(v_out, new_v, lambda: random(Purpose.V, *place))
         _store(p_out, new_p, lambda: random(Purpose.MASTER, *place))
         if weight.data is not master.data:
-            w_out[...] = new_p  # the working copy rounds to nearest: its error does not accumulate
+            # of the stored master, so that a resumed run has it too; nearest: errors do not add up
+            w_out[...] = to_float32(p_out)
 
     each_rows(work, flat[0].size, 1)
 
@@ -111,8 +112,7 @@ def _store_e4m3(
     codes: NDArray[Any], scale: Float, value: Float, first: int, bits: NDArray[np.uint16]
 ) -> None:
     groups = _groups(value)
-    own = np.abs(groups).max(axis=1) / np.float32(FP8_MAX[DType.E4M3])
+    own, inverse = scales(np.abs(groups).max(axis=1), DType.E4M3)
     scale[first // M_GROUP : first // M_GROUP + groups.shape[0]] = own
-    inverse = np.divide(np.float32(1.0), own, out=np.zeros_like(own), where=own > 0)
     scaled = (groups * inverse[:, None]).reshape(-1)[: codes.size]
     codes[...] = stochastic_e4m3(scaled, bits)
