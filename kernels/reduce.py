@@ -11,6 +11,7 @@ from llmq_nb.kernels.ptx import (
     bf_lo,
     f2u,
     fmax,
+    ldg32,
     lds32f,
     red_max_g,
     redux_max_u32,
@@ -55,13 +56,20 @@ def quad_max(value):
 
 
 @cuda.jit(device=True)
+def raise_to(slot, largest):
+    """Lane 0: raise the uint32 at address `slot` to `largest`. Looking first spares nearly all of
+    the atomics; a stale look only costs one, and the result is the maximum in any order."""
+    if (cuda.threadIdx.x & 31) == 0 and largest > ldg32(slot):
+        red_max_g(slot, largest)
+
+
+@cuda.jit(device=True)
 def absmax_update(slot, running):
     """Raise the float32 at address `slot` to the largest magnitude of the warp's packed bfloat16
     maxima (`running`: uint32 from maxabs2, this lane's). The slot holds 0 or an earlier maximum of
     the same tensor; the order of updates does not matter. Every lane must reach the call."""
     largest = redux_max_u32(f2u(fmax(bf_lo(running), bf_hi(running))))
-    if (cuda.threadIdx.x & 31) == 0:
-        red_max_g(slot, largest)
+    raise_to(slot, largest)
 
 
 def make_block_sum(THREADS: int, VALUES: int = 1):

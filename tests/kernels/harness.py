@@ -252,7 +252,7 @@ def all_compile_cases() -> list[tuple[str, Any]]:
 # ---- numbers -----------------------------------------------------------------------------------
 U32 = 2.0**-24
 """Unit roundoff of float32."""
-U16 = 2.0**-9
+U16 = 2.0**-8
 """Unit roundoff of bfloat16 (8 bits of significand)."""
 
 
