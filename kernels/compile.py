@@ -1,0 +1,385 @@
+"""Python kernel -> PTX (Numba, NVVM) -> cubin (nvJitLink), with a disk cache. Needs no GPU and no
+driver.
+
+A kernel is what a factory returns: `make_rmsnorm_forward(C=2048)`; its constants are closure
+variables. The cache key is everything that the machine code depends on: the source of the kernel's
+module and of all kernel modules it imports, the closure constants, signature, target, options,
+package versions. Cached: `<name>-<key>.cubin` and `.json` (entry point, resources), written
+atomically, so that several processes may compile at once. Folder: LLMQ_NB_CACHE, else
+~/.cache/llmq-nb; if that cannot be written (read-only home) or is on NFS (slow, and renames there
+are not seen at once), a folder of this user under the system's temporary directory, said in one
+line.
+
+A `.f64` instruction is a build error: it is always an untyped float literal, and 64 times slower on
+most cards.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+import types as pytypes
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if not hasattr(np, "row_stack"):  # numba-cuda 0.30 registers it; NumPy 2.5 removed it
+    np.row_stack = np.vstack  # pyright: ignore[reportAttributeAccessIssue]
+
+TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+"""Compute capabilities that cubins are made for; a card runs the newest of its major that is not
+newer."""
+
+COMMON_SHARED_BYTES = 101_376
+"""Shared memory a block may have on every card from sm_80 (sm_86, 89 and 120 have the least)."""
+
+_HOST_MODULES = {"arrays", "compile", "dlpack", "launch", "sim", "sim_ops"}  # never in machine code
+_PACKAGES = ("numba", "numba-cuda", "llvmlite", "cuda-core")
+_NVVM_PACKAGES = (
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvidia-cuda-nvcc-cu12",
+    "nvidia-nvjitlink-cu12",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a kernel is compiled, beside its constants."""
+
+    min_blocks: int = 0
+    """Blocks a multiprocessor should hold at least (limits registers); 0 leaves it to ptxas."""
+    arch_specific: bool = False
+    """Compile for the "a" target of the card (wgmma, setmaxnreg): runs on that compute capability
+    only."""
+    fastmath: bool = True
+    cluster: int = 1
+    """Blocks a cluster, along x; above 1 needs sm_90."""
+
+
+DEFAULT = Options()
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one thread or block of a compiled kernel takes."""
+
+    registers: int
+    stack_bytes: int
+    """Local memory a thread: register tiles that were indexed at run time, or spills."""
+    spill_bytes: int
+    shared_bytes: int
+    """Static shared memory a block."""
+    warnings: tuple[str, ...] = ()
+    """Lines of ptxas that are warnings, such as C7513 (wgmma serialised)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A cubin and what is known about it."""
+
+    name: str
+    cubin: bytes = field(repr=False)
+    entry: str
+    resources: Resources
+    numba_seconds: float
+    link_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCase:
+    """One kernel with representative constants: what `COMPILE_CASES` of a kernel file lists."""
+
+    factory: Callable[..., Callable[..., None]]
+    constants: dict[str, Any]
+    signature: tuple[Any, ...]
+    threads: int
+    smem: int = 0
+    """Dynamic shared memory, bytes."""
+    options: Options = DEFAULT
+    min_cc: tuple[int, int] = (8, 0)
+    """First compute capability that has the kernel's instructions."""
+    only_cc: tuple[int, int] | None = None
+    """The one compute capability of an arch_specific kernel."""
+
+
+def target_of(cc: tuple[int, int]) -> tuple[int, int]:
+    """The target whose cubin a card of this compute capability runs. ValueError if there is
+    none."""
+    fits = [t for t in TARGETS if t[0] == cc[0] and t[1] <= cc[1]]
+    if not fits:
+        raise ValueError(f"no target for compute capability {cc[0]}.{cc[1]}; have {TARGETS}")
+    return fits[-1]
+
+
+def arch_of(cc: tuple[int, int], options: Options = DEFAULT) -> str:
+    """ptxas's name of a target: sm_90, sm_90a."""
+    return f"sm_{cc[0]}{cc[1]}" + "a" * options.arch_specific
+
+
+# ---- cache key ---------------------------------------------------------------------------------
+@cache
+def _module_digest(path: str) -> str:
+    """Hash of a source file and of every kernel module that it imports."""
+    source = Path(path).read_text(encoding="utf-8")
+    parts = [hashlib.sha256(source.encode()).hexdigest()]
+    pattern = r"^\s*from llmq_nb\.kernels\.(\w+) import|^\s*from llmq_nb\.kernels import (\w+)"
+    names = {a or b for a, b in re.findall(pattern, source, re.M)} - _HOST_MODULES
+    for name in sorted(names):
+        imported = inspect.getsourcefile(import_module(f"llmq_nb.kernels.{name}"))
+        if imported and os.path.realpath(imported) != os.path.realpath(path):
+            parts.append(_module_digest(imported))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+def _describe_constant(value: Any) -> Any:
+    """A closure variable as JSON: a number by value and type, a device function by its own
+    description."""
+    function = getattr(value, "py_func", value)
+    if inspect.isfunction(function):
+        return _describe_function(function)
+    if isinstance(value, (tuple, list)):
+        return [_describe_constant(v) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
+        return [type(value).__name__, repr(value)]
+    # intrinsics, Numba types: their own source is in the module digest, repr tells two of them
+    # apart
+    return [type(value).__name__, re.sub(r" at 0x[0-9a-f]+", "", repr(value))]
+
+
+def _describe_function(function: Callable[..., Any]) -> list[Any]:
+    code = function.__code__
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    closure = [
+        [name, _describe_constant(value)]
+        for name, value in zip(code.co_freevars, cells, strict=True)
+    ]
+    return [function.__qualname__, _module_digest(code.co_filename), closure]
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES + _NVVM_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    found["numpy"] = np.__version__.rsplit(".", 1)[0]
+    return found
+
+
+def cache_key(
+    function: Callable[..., None],
+    signature: tuple[Any, ...],
+    threads: int,
+    cc: tuple[int, int],
+    options: Options,
+) -> str:
+    """32 hexadecimal digits that change whenever the machine code could."""
+    blob = [
+        _describe_function(function),
+        [str(t) for t in signature],
+        threads,
+        cc,
+        asdict(options),
+        _versions(),
+    ]
+    return hashlib.sha256(json.dumps(blob, sort_keys=True).encode()).hexdigest()[:32]
+
+
+# ---- cache folder ------------------------------------------------------------------------------
+def _on_nfs(path: Path) -> bool:
+    """Whether the file system that holds path is NFS (Linux; False where that is not known)."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    resolved = str(path.resolve()) + "/"
+    holding = [
+        (len(point), kind) for point, kind in mounts if resolved.startswith(point.rstrip("/") + "/")
+    ]
+    return bool(holding) and max(holding)[1].startswith("nfs")
+
+
+def _writable(path: Path) -> bool:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+@cache
+def _folder(override: str | None) -> Path:
+    if override:
+        wanted = Path(override).expanduser()
+        if _writable(wanted):
+            return wanted
+    else:
+        wanted = Path("~/.cache/llmq-nb").expanduser()
+        if _writable(wanted) and not _on_nfs(wanted):
+            return wanted
+    fallback = Path(tempfile.gettempdir()) / f"llmq-nb-{os.getuid()}"
+    fallback.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if fallback.stat().st_uid != os.getuid():  # code is loaded from here: nobody else may own it
+        fallback = Path(tempfile.mkdtemp(prefix="llmq-nb-"))
+    reason = "is on NFS" if _writable(wanted) else "cannot be written"
+    print(
+        f"kernel cache: {wanted} {reason}, using {fallback} (set LLMQ_NB_CACHE to choose)",
+        file=sys.stderr,
+    )
+    return fallback
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept; created if need be."""
+    return _folder(os.environ.get("LLMQ_NB_CACHE"))
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)
+
+
+# ---- compile -----------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _without_gpu(cc: tuple[int, int]) -> Iterator[None]:
+    """Numba-CUDA 0.30 asks the current device (when device functions are called) and NVRTC (for the
+    target's name, and for where libdevice is) even in cuda.compile(cc=...): answer for them."""
+    from numba.cuda import codegen, cuda_paths, dispatcher
+
+    device = pytypes.SimpleNamespace(compute_capability=cc)
+    patches = [
+        (dispatcher, "get_current_device", lambda: device),
+        (
+            codegen.nvrtc,
+            "get_arch_option",
+            lambda major, minor, arch="": f"compute_{major}{minor}{arch}",
+        ),
+        (cuda_paths, "_get_nvrtc_path", lambda: cuda_paths._env_path_tuple("not needed", None)),
+    ]
+    paths_known = hasattr(cuda_paths.get_cuda_paths, "_cached_result")
+    saved = [getattr(module, name) for module, name, _ in patches]
+    try:
+        for module, name, answer in patches:
+            setattr(module, name, answer)
+        yield
+    finally:
+        for (module, name, _), original in zip(patches, saved, strict=True):
+            setattr(module, name, original)
+        if not paths_known and hasattr(cuda_paths.get_cuda_paths, "_cached_result"):
+            del cuda_paths.get_cuda_paths._cached_result  # others may need the real path of NVRTC
+
+
+def to_ptx(
+    function: Callable[..., None],
+    signature: tuple[Any, ...],
+    threads: int,
+    cc: tuple[int, int],
+    options: Options = DEFAULT,
+) -> str:
+    """PTX of a kernel. RuntimeError if it holds float64 instructions."""
+    from numba import cuda
+
+    target = (*cc, "a") if options.arch_specific else cc
+    blocks = options.min_blocks or int(options.arch_specific)  # setmaxnreg needs a bound
+    bounds = (threads, blocks) if blocks else threads
+    with _without_gpu(cc):
+        ptx, _ = cuda.compile(
+            function, signature, device=False, abi="numba", cc=target, fastmath=options.fastmath,
+            launch_bounds=bounds,
+        )  # fmt: skip
+    if ".f64" in ptx:
+        raise RuntimeError(
+            f"{function.__name__}: float64 in the PTX (a float literal without np.float32?)"
+        )
+    if options.cluster > 1:  # a fixed cluster size, so that the plain launch call works
+        fixed = rf"\1\n.explicitcluster\n.reqnctapercluster {options.cluster}, 1, 1"
+        ptx = re.sub(r"(\.maxntid\s+\d+(?:\s*,\s*\d+)*)", fixed, ptx, count=1)
+    return ptx
+
+
+def _resources(ptx: str, log: str) -> Resources:
+    used = re.search(r"used (\d+) registers", log)
+    frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+    if not used or not frame:
+        raise RuntimeError(f"nvJitLink reported no resources: {log}")
+    shared = re.findall(r"^\s*\.shared\s+(?:\.align\s+\d+\s+)?\.b8\s+\S+\[(\d+)\]", ptx, re.M)
+    warnings = tuple(
+        line for line in log.splitlines() if "warning" in line.lower() or "C75" in line
+    )
+    return Resources(int(used[1]), int(frame[1]), int(frame[2]), sum(map(int, shared)), warnings)
+
+
+def to_cubin(ptx: str, arch: str) -> tuple[bytes, Resources]:
+    """Machine code for one target, from nvJitLink. RuntimeError with ptxas's message if it
+    refuses."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode  # pyright: ignore
+
+    options = LinkerOptions(arch=arch, verbose=True, ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
+    try:
+        cubin = linker.link("cubin").code
+    except Exception as error:
+        raise RuntimeError(f"{arch}: {linker.get_error_log() or error}") from error
+    return bytes(cubin), _resources(ptx, linker.get_info_log())
+
+
+def _load(stem: Path, name: str) -> Compiled | None:
+    """What the cache has, or None if either file is absent or damaged."""
+    try:
+        meta = json.loads(stem.with_suffix(".json").read_text())
+        cubin = stem.with_suffix(".cubin").read_bytes()
+        if hashlib.sha256(cubin).hexdigest() != meta.pop("sha256"):
+            return None
+        resources = Resources(**{**meta.pop("resources"), "warnings": tuple(meta.pop("warnings"))})
+        return Compiled(name=name, cubin=cubin, resources=resources, **meta)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def compile_kernel(
+    function: Callable[..., None],
+    signature: tuple[Any, ...],
+    threads: int,
+    cc: tuple[int, int],
+    options: Options = DEFAULT,
+) -> Compiled:
+    """The cubin of a kernel, from the cache or compiled (0.5 to 4 s).
+
+    RuntimeError if Numba, NVVM or ptxas refuse it, if it holds float64 instructions, or if ptxas
+    had to serialise its wgmma.
+    """
+    name = function.__name__
+    stem = cache_folder() / f"{name}-{cache_key(function, signature, threads, cc, options)}"
+    if cached := _load(stem, name):
+        return cached
+    start = time.perf_counter()
+    ptx = to_ptx(function, signature, threads, cc, options)
+    middle = time.perf_counter()
+    cubin, resources = to_cubin(ptx, arch_of(cc, options))
+    if any("C7513" in warning or "C7510" in warning for warning in resources.warnings):
+        raise RuntimeError(f"{name}: ptxas serialised the wgmma: {resources.warnings}")
+    entry = re.search(r"\.entry\s+([\w$]+)", ptx)
+    assert entry
+    seconds = {"numba_seconds": middle - start, "link_seconds": time.perf_counter() - middle}
+    result = Compiled(name=name, cubin=cubin, entry=entry[1], resources=resources, **seconds)
+    meta = {"entry": entry[1], "sha256": hashlib.sha256(cubin).hexdigest(), **seconds}
+    meta["resources"] = asdict(replace(resources, warnings=()))
+    meta["resources"].pop("warnings")
+    meta["warnings"] = resources.warnings
+    _write_atomically(stem.with_suffix(".cubin"), cubin)
+    _write_atomically(stem.with_suffix(".json"), json.dumps(meta).encode())
+    return result

@@ -1,0 +1,59 @@
+"""Every kernel compiles without a GPU, keeps its tiles in registers and fits every card (tier 2).
+
+Oracle: nvJitLink's own resource report. sm_89 and sm_120 for all; the whole matrix is marked slow.
+"""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from llmq_nb.kernels.compile import COMMON_SHARED_BYTES, TARGETS, CompileCase, compile_kernel
+from tests.kernels.harness import all_compile_cases
+
+CASES = all_compile_cases()
+ALLOWED = tomllib.loads((Path(__file__).parent / "resources.toml").read_text())
+QUICK = {(8, 9), (12, 0)}
+
+
+def targets(case: CompileCase) -> list[tuple[int, int]]:
+    """Compute capabilities that have the kernel's instructions."""
+    if case.only_cc:
+        return [case.only_cc]
+    return [t for t in TARGETS if t >= case.min_cc]
+
+
+def parameters() -> list[object]:
+    found = []
+    for name, case in CASES:
+        have = targets(case)
+        quick = [t for t in have if t in QUICK] or have[:1]
+        for cc in have:
+            suffix = "a" if case.options.arch_specific else ""
+            arch = f"sm_{cc[0]}{cc[1]}{suffix}"
+            marks = [] if cc in quick else [pytest.mark.slow]
+            found.append(pytest.param(name, case, cc, arch, id=f"{name}-{arch}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "case", "cc", "arch"), parameters())
+def test_compiles_within_its_resources(
+    name: str, case: CompileCase, cc: tuple[int, int], arch: str
+) -> None:
+    compiled = compile_kernel(
+        case.factory(**case.constants), case.signature, case.threads, cc, case.options
+    )
+    used = compiled.resources
+    assert used.stack_bytes <= ALLOWED.get(name, {}).get(arch, 0), used
+    assert used.registers * case.threads <= 65536, used
+    if not case.only_cc:
+        assert case.smem + used.shared_bytes <= COMMON_SHARED_BYTES, used
+
+
+def test_names_are_unique() -> None:
+    names = [name for name, _ in CASES]
+    assert len(names) == len(set(names))
+
+
+def test_allowances_name_kernels_that_exist() -> None:
+    assert set(ALLOWED) <= {name for name, _ in CASES}
