@@ -1,0 +1,197 @@
+r"""Matrix products through cuBLASLt: plans built once, called with raw addresses.
+
+    forward          y[n, m]  = sum_k x[n, k] weight[m, k] + bias[m]
+    data gradient    dx[n, k] = sum_m dy[n, m] weight[m, k]
+    weight gradient  dweight[m, k] (+)= sum_n dy[n, m] x[n, k]
+
+Shapes   x: (N, K), weight: (M, K), y: (N, M), row-major. cuBLASLt is column-major: a row-major (R,
+S) array
+         is its S x R matrix, so every product below is written as out^T = second^T first^T.
+Dtypes   bfloat16 or float32 operands (one kind), output bfloat16 or float32, sums in float32
+         (CUBLAS_COMPUTE_32F: never TF32).
+Errors   K products summed in float32, then one rounding to the output.
+Choice   The heuristic's candidates are in its order; `tune` times them, and the chosen index goes
+into the
+         run's tuning file, so a resumed run has the same bits. Split-K sums that would depend on
+         the
+         order in which blocks finish are excluded (REDUCTION_SCHEME_MASK).
+
+Source   cuBLAS library documentation, cublasLtMatmul.
+"""
+
+import dataclasses
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+from llmq_nb.core.dtype import DType
+
+Kind = Literal["forward", "dgrad", "wgrad"]
+COMPUTE_32F, R_32F = 68, 0
+CUDA_TYPE = {DType.FP32: 0, DType.BF16: 14, DType.E4M3: 28, DType.E5M2: 29}
+WORKSPACE_BYTES = 32 << 20
+CANDIDATES = 8
+"""Algorithms asked of the heuristic."""
+FIXED_ORDER_SPLITS = 0b010
+"""Reduction schemes: none, or partial sums in float32 in the workspace, added in a fixed order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """A product: N rows, M outputs, K inputs as in the docstring, whatever the kind."""
+
+    kind: Kind
+    N: int
+    M: int
+    K: int
+    operand: DType
+    out: DType
+    bias: bool = False
+    accumulate: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions: the same for the three kinds."""
+        return 2 * self.N * self.M * self.K
+
+    def __str__(self) -> str:
+        extras = ("+bias" if self.bias else "") + ("+accumulate" if self.accumulate else "")
+        return f"{self.kind} {self.N}x{self.M}x{self.K} {self.operand}->{self.out}{extras}"
+
+
+@cache
+def _lt() -> Any:
+    """cuBLASLt's bindings. Imported on first use: the package needs a CUDA library."""
+    from nvmath.bindings import cublasLt  # pyright: ignore
+
+    return cublasLt
+
+
+@cache
+def _handle(device: int) -> int:
+    """One library handle for each device; the device's context is current."""
+    return _lt().create()
+
+
+class Product:
+    """One shape's descriptors and algorithms on the current device."""
+
+    def __init__(self, shape: Shape, *, device: int, algorithm: int = 0) -> None:
+        lt = _lt()
+        self.shape, self._matmul, self._handle = shape, lt.matmul, _handle(device)
+        s, attributes = shape, lt.MatmulDescAttribute
+        # (rows, columns, leading dimension) as stored, column-major, and whether transposed
+        weight, x, y = (s.K, s.M, s.K), (s.K, s.N, s.K), (s.M, s.N, s.M)
+        first, second, out, trans = {
+            "forward": (weight, x, y, (1, 0)),
+            "dgrad": (weight, y, x, (0, 0)),
+            "wgrad": (x, y, weight, (0, 1)),
+        }[s.kind]
+        self._descriptor = lt.matmul_desc_create(COMPUTE_32F, R_32F)
+        self._set(attributes.TRANSA, trans[0])
+        self._set(attributes.TRANSB, trans[1])
+        if s.bias:
+            self._set(attributes.EPILOGUE, int(lt.Epilogue.BIAS))
+            self._set(attributes.BIAS_DATA_TYPE, CUDA_TYPE[s.operand])
+        operand, result = CUDA_TYPE[s.operand], CUDA_TYPE[s.out]
+        self._a = lt.matrix_layout_create(operand, *first)
+        self._b = lt.matrix_layout_create(operand, *second)
+        self._c = lt.matrix_layout_create(result, *out)
+        self._scalars = np.array([1.0, float(s.accumulate)], np.float32)
+        self._alpha = self._scalars.ctypes.data
+        self._beta = self._alpha + 4
+        self._bias_attribute = attributes.BIAS_POINTER
+        self._found, self.count = self._heuristic()
+        self.choose(algorithm)
+
+    def choose(self, algorithm: int) -> None:
+        """Use the candidate of that index."""
+        if not 0 <= algorithm < self.count:
+            raise ValueError(f"{self.shape}: algorithm {algorithm} of {self.count}")
+        self.algorithm = algorithm
+        self._pointer = self._found.ctypes.data + algorithm * self._found.dtype.itemsize
+
+    def __call__(
+        self, out: int, x: int, y: int, *, workspace: int, stream: int, bias: int = 0
+    ) -> None:
+        """Launch. out, x, y: addresses of the result and the two operands, in the order of the
+        equations: forward (x, weight), dgrad (dy, weight), wgrad (dy, x)."""
+        if bias:
+            self._set(self._bias_attribute, bias)
+        a, b = y, x
+        self._matmul(
+            self._handle, self._descriptor, self._alpha, a, self._a, b, self._b, self._beta,
+            out, self._c, out, self._c, self._pointer, workspace, WORKSPACE_BYTES, stream,
+        )  # fmt: skip
+
+    def _set(self, attribute: Any, value: int) -> None:
+        lt = _lt()
+        kind = np.dtype(lt.get_matmul_desc_attribute_dtype(attribute))
+        held = np.array([value], kind)
+        lt.matmul_desc_set_attribute(self._descriptor, attribute, held.ctypes.data, held.nbytes)
+
+    def _heuristic(self) -> tuple[Any, int]:
+        lt = _lt()
+        preference = lt.matmul_preference_create()
+        names = lt.MatmulPreferenceAttribute
+        for name, value, kind in (
+            (names.MAX_WORKSPACE_BYTES, WORKSPACE_BYTES, np.uint64),
+            (names.REDUCTION_SCHEME_MASK, FIXED_ORDER_SPLITS, np.uint32),
+        ):
+            held = np.array([value], kind)
+            lt.matmul_preference_set_attribute(preference, name, held.ctypes.data, held.nbytes)
+        found = np.zeros(CANDIDATES, lt.matmul_heuristic_result_dtype)
+        count = np.zeros(1, np.int32)
+        if self.shape.bias:
+            self._set(self._bias_attribute, 256)  # any aligned address: alignment is asked about
+        lt.matmul_algo_get_heuristic(
+            self._handle, self._descriptor, self._a, self._b, self._c, self._c, preference,
+            CANDIDATES, found.ctypes.data, count.ctypes.data,
+        )  # fmt: skip
+        lt.matmul_preference_destroy(preference)
+        if count[0] == 0:
+            raise RuntimeError(f"cuBLASLt has no algorithm for {self.shape}")
+        return found, int(count[0])
+
+
+class Products:
+    """The products of one rank: a plan a shape, made on first use.
+
+    choices: index of the algorithm by shape's name, from a tuning file; shapes that are not in it
+    take the
+    heuristic's first.
+    """
+
+    def __init__(self, *, device: int, workspace: int, choices: dict[str, int] | None = None):
+        self.device, self.workspace = device, workspace
+        self.choices = dict(choices or {})
+        self._plans: dict[Shape, Product] = {}
+
+    def plan(self, shape: Shape) -> Product:
+        """The plan of a shape."""
+        found = self._plans.get(shape)
+        if found is None:
+            algorithm = self.choices.get(str(shape), 0)
+            found = self._plans[shape] = Product(shape, device=self.device, algorithm=algorithm)
+        return found
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes in use."""
+        return list(self._plans)
+
+    def __call__(
+        self, shape: Shape, out: int, x: int, y: int, *, stream: int, bias: int = 0
+    ) -> None:
+        """Launch a product; see `Product.__call__`."""
+        self.plan(shape)(out, x, y, workspace=self.workspace, stream=stream, bias=bias)
+
+
+def matmul_ref(kind: Kind, first: Any, second: Any, *, bias: Any = None, before: Any = None) -> Any:
+    """float64 NumPy oracle: the equations; before: what the result is added to."""
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    out = {"forward": lambda: a @ b.T, "dgrad": lambda: a @ b, "wgrad": lambda: a.T @ b}[kind]()
+    if bias is not None:
+        out = out + bias.astype(np.float64)
+    return out if before is None else out + before.astype(np.float64)
