@@ -140,8 +140,8 @@ class Loop:
             self._save()
         place = f"; the state before it is in {self.last}" if self.last else ""
         raise MachineError(
-            f"step {metrics.step}: the gradient of {metrics.non_finite_tensor} is not finite{place};"
-            " lower optimizer.learning_rate, or set log.non_finite to skip such steps"
+            f"step {metrics.step}: the gradient of {metrics.non_finite_tensor} is not finite"
+            f"{place}; lower optimizer.learning_rate, or set log.non_finite to skip such steps"
         )
 
 

@@ -1,8 +1,7 @@
 """cuBLASLt products against float64 NumPy (matmul_ref: the three equations). Needs a GPU.
 
-Tolerance: K products summed in float32 in an unknown order, |error| <= K 2^-24 sum |a b| at worst and
-about sqrt(K) of it for random signs; asserted: 4 sqrt(K) 2^-24 |a| |b| row norms, plus half an ulp of BF16
-(2^-9 relative) where the output is BF16.
+Tolerance: K products summed in float32 in an unknown order: K 2^-24 sum |a b| at worst, about
+sqrt(K) of it for random signs. Asserted: 4 times that, plus an ulp of BF16 where it is the output.
 """
 
 import ml_dtypes

@@ -101,7 +101,7 @@ def test_fp8_products_are_those_of_the_codes(gradient, shape, scales, accumulate
 
 
 def test_an_outlier_costs_the_others_their_precision_and_no_more():
-    """One element of 1e4 among values of 1: they are below e4m3's normals, yet not wrong in size."""
+    """One element of 1e4 among values of 1: below e4m3's normals, not wrong in size."""
     x, weight, _ = operands((64, 48, 32), DType.BF16, 7)
     x.data[3, 5] = 1e4
     x8, w8 = (tensor(f64(t), DType.BF16, DType.E4M3) for t in (x, weight))
