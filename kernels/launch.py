@@ -32,7 +32,7 @@ _preparing = False
 
 @contextlib.contextmanager
 def preparing() -> Iterator[None]:
-    """Inside, launches only compile and load their kernels: what a graph capture needs beforehand."""
+    """Inside, launches only compile and load their kernels: a graph capture needs them loaded."""
     global _preparing
     before, _preparing = _preparing, True
     try:

@@ -29,7 +29,7 @@ from llmq_nb.train.trainer import Trainer
 
 SAMPLE_TOKENS = 300
 """Most tokens of the text that is printed at the end."""
-SAMPLE_TEMPERATURE = 0.7
+SAMPLE_TEMPERATURE = 0.8
 
 
 def run(
