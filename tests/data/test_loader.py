@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +38,9 @@ def store(memory_store):
     return memory_store([np.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)])
 
 
-def rows(store, steps, **options):
+def rows(store, steps, **options: Any):
     """The windows of `steps` steps in order, as (tokens, targets, segment_start) rows of a list."""
-    options = {"seq_len": T, "seed": 7} | options
+    options = {"seq_len": T, "seed": 7, **options}
     with Loader(store, **options) as loader:
         batches = [loader.next_step() for _ in range(steps)]
     return [
@@ -64,7 +65,7 @@ def test_an_epoch_is_every_window_once(store, mode, shuffle):
         for a, b, c in zip(block.tokens, block.targets, block.segment_start, strict=True)
     ]
     n = len(everything)
-    options = {"micro_batch": 1, "grad_accumulation": 1, "packing": mode, "shuffle": shuffle}
+    options: Any = {"micro_batch": 1, "grad_accumulation": 1, "packing": mode, "shuffle": shuffle}
     got = rows(store, 3 * n, **options)
     epochs = [got[:n], got[n : 2 * n], got[2 * n :]]
     for epoch in epochs:
@@ -91,7 +92,7 @@ def test_q3_resume_anywhere_gives_the_uninterrupted_run(store, data):
     """At any step, over epoch borders, into any split of the windows, from a fresh loader."""
     draw = data.draw
     mode = draw(st.sampled_from(["stream", "pack"]))
-    shape = {
+    shape: Any = {
         "micro_batch": draw(st.integers(1, 5)),
         "grad_accumulation": draw(st.integers(1, 3)),
         "world_size": draw(st.integers(1, 3)),
@@ -116,7 +117,7 @@ def test_q3_resume_anywhere_gives_the_uninterrupted_run(store, data):
 
 def test_position_at_the_end_of_an_epoch_and_at_the_begin_of_the_next_are_one(store):
     n = len(Packing(store, T))
-    options = {"micro_batch": 2, "grad_accumulation": 1}
+    options: Any = {"micro_batch": 2, "grad_accumulation": 1}
     a = rows(store, 5, position=Position(0, n), **options)
     b = rows(store, 5, position=Position(1, 0), **options)
     assert a == b
@@ -204,7 +205,7 @@ def test_an_error_of_reading_reaches_the_caller(store, monkeypatch):
 
 
 def test_no_thread_is_left(store):
-    options = {"seq_len": T, "seed": 0, "micro_batch": 1, "grad_accumulation": 1}
+    options: Any = {"seq_len": T, "seed": 0, "micro_batch": 1, "grad_accumulation": 1}
     loader = Loader(store, **options)
     loader.next_step()
     assert len(loader_threads()) == 1

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from llmq_nb.core.errors import UserError
 from llmq_nb.data import packing
-from llmq_nb.data.packing import Packing
+from llmq_nb.data.packing import Mode, Packing
 
-MODES = ["stream", "pack"]
+MODES: list[Mode] = ["stream", "pack"]
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
@@ -172,7 +172,8 @@ def test_q2_a_response_is_trained_from_its_first_token_to_its_eos(memory_store):
     document = np.array(prompt + response + eos)
     mask = np.array([False] * 5 + [True] * 4)
     store = memory_store([document, document], [mask, mask])
-    for mode, T in [("stream", 17), ("pack", 9), ("pack", 12), ("stream", 9)]:
+    cases: list[tuple[Mode, int]] = [("stream", 17), ("pack", 9), ("pack", 12), ("stream", 9)]
+    for mode, T in cases:
         _, targets, _ = all_windows(Packing(store, T, mode))
         assert targets[targets != -100].tolist() == (response + eos) * 2
     tokens, targets, _ = all_windows(Packing(store, 9, "pack"))

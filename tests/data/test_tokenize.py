@@ -212,7 +212,7 @@ def test_split_is_a_partition_that_does_not_depend_on_the_place(tmp_path):
         (tmp_path / place / "lines.jsonl").write_text(lines)
     parts = []
     for place in ("x", "y/z"):
-        outs = [tmp_path / f"{place[0]}-{part}.zarr" for part in "tv"]
+        outs = (tmp_path / f"{place[0]}-t.zarr", tmp_path / f"{place[0]}-v.zarr")
         made = tokenize_split([f"{tmp_path}/{place}/*"], *outs, BYTES, 0.2)
         parts.append([documents_of(out) for out in outs])
         assert [m.documents for m in made] == [len(part) for part in parts[-1]]
