@@ -194,9 +194,7 @@ def test_float32_accumulation_of_bf16_gradients(precision):
     batch = random_batch(np.random.default_rng(4), 6, 19, case.V).split(1)
     runs = {}
     for storage in (None, "fp32"):
-        config = make_config(
-            micro_batch=1, seq_len=19, precision=precision, accumulation=storage
-        )
+        config = make_config(micro_batch=1, seq_len=19, precision=precision, accumulation=storage)
         rank = make(config, case)
         set_weights(rank, random_weights(case, [s.parameter for s in rank.states], 4))
         runs[storage] = (run_micro_steps(rank, batch), gradients(rank))
