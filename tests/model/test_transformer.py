@@ -1,4 +1,4 @@
-"""The whole model on the cpu engine against transformers' recorded results and the float64 oracle."""
+"""The whole model on the cpu engine against transformers' recorded results and float64."""
 
 import dataclasses
 import json
@@ -36,8 +36,8 @@ GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-6
 # BF16 against float64 of the same (rounded) weights. A store errs by at most 2^-8, uniformly and
 # over a binade 0.16 % rms; a gradient is behind about 60 stores of two layers, random in sign:
-# sqrt(60) * 0.16 % = 1.2 % (measured for all gradients together: 1.0 to 1.6 %). Gradients of queries
-# and keys are differences of nearly equal sums: three times that.
+# sqrt(60) * 0.16 % = 1.2 % (measured for all gradients together: 1.0 to 1.6 %). Gradients of
+# queries and keys are differences of nearly equal sums: three times that.
 BF16_ALL, BF16_EACH, BF16_LOSS = 0.025, 0.05, 2e-3
 # FP8: an operand errs by 2^-4 at most, 2.6 % rms. 24 products forward and back, two operands each:
 # sqrt(48) * 2.6 % = 18 % (measured: 12 to 22 %), and three times that for the same gradients.
