@@ -38,6 +38,8 @@ def run(
     check_run(config)
     with Signals() as signals, Trainer(config, resume=resume) as trainer:
         make_folder(trainer.out_dir)
+        for torn in trainer.out_dir.glob(".config.toml.*.tmp"):  # of a start that was killed
+            torn.unlink(missing_ok=True)
         with atomic_file(trainer.out_dir / "config.toml") as file:
             file.write(to_toml(config).encode())
         done = trainer.progress.step
