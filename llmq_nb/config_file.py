@@ -57,9 +57,17 @@ def _apply(tables: dict[str, Any], override: str) -> None:
     except tomli.TOMLDecodeError:
         parsed = {}
     value = parsed["value"] if len(parsed) == 1 else text
+    place, sections = f"--set {override}", typing.get_type_hints(Config)
+    if section not in sections:
+        mend = _nearest(section, sections, "")
+        raise UserError(f"unknown section {section!r}", where=place, mend=mend)
     hint = _hint(section, key)
-    if hint is not None and not _fits(value, hint) and _fits(text, hint):
+    if hint is None:
+        mend = _nearest(key, typing.get_type_hints(sections[section]), section)
+        raise UserError(f"unknown key {key!r}", where=place, mend=mend)
+    if not _fits(value, hint) and _fits(text, hint):
         value = text
+    _value(value, hint, place)
     table = tables.setdefault(section, {})
     if not isinstance(table, dict):
         raise UserError(f"{section} is no section", where=f"--set {override}")
