@@ -281,23 +281,6 @@ def test_conflicts_name_both_keys():
     assert "dtype = 'fp32'" in says and "precision.matmul" in says
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("15GiB", 15 * 2**30), ("1.5 GiB", 3 * 2**29), ("64GB", 64 * 10**9), ("512mib", 2**29),
-        ("10 kB", 10_000), ("3TiB", 3 * 2**40), ("7B", 7),
-    ],
-)  # fmt: skip
-def test_sizes(text, value):
-    assert c.parse_bytes(text, "memory.device_limit") == value
-
-
-@pytest.mark.parametrize("text", ["15", "GiB", "-1GiB", "1e3GiB", "15Gib/s", "", "15 G"])
-def test_sizes_without_number_or_unit_are_refused(text):
-    with pytest.raises(UserError, match="with its unit"):
-        c.parse_bytes(text, "memory.device_limit")
-
-
 def test_files(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         load_config(tmp_path / "none.toml")

@@ -217,11 +217,11 @@ def _delete_older(root: Path, step: int, keep: int, major_every: int) -> None:
     """Delete complete checkpoints up to `step` beyond the newest `keep`; majors stay.
 
     Broken ones are neither counted nor touched. Later steps belong to a run that this one was
-    resumed in the middle of: not counted either. Replaced ones (`.old`) go in any case.
+    resumed in the middle of: not counted either. Replaced ones (`.old`), broken or not, always go.
     """
     complete = [(n, path) for n, path in _folders(root) if n <= step and problem(path) is None]
     paths = {path for _, path in complete}
-    replaced = [p for p in paths if p.suffix and p.with_suffix("") in paths]
+    replaced = [p for _, p in _folders(root) if p.suffix and p.with_suffix("") in paths]
     minors = [
         path
         for n, path in complete
