@@ -9,7 +9,9 @@ S) array
          is its S x R matrix, so every product below is written as out^T = second^T first^T.
 Dtypes   bfloat16 or float32 operands (one kind), output bfloat16 or float32, sums in float32
          (CUBLAS_COMPUTE_32F: never TF32).
-Errors   K products summed in float32, then one rounding to the output.
+Errors   K products summed in float32, then one rounding to the output. Adding to a BF16 output
+rounds
+         twice: the library rounds the product before it adds (seen on an H200, cuBLASLt 13.1).
 Choice   The heuristic's candidates are in its order; `tune` times them, and the chosen index goes
 into the
          run's tuning file, so a resumed run has the same bits. Split-K sums that would depend on

@@ -28,7 +28,9 @@ class Commands(click.Group):
         return importlib.import_module(f"llmq_nb.cli.{cmd_name}_command").command
 
 
-@click.group(cls=Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(package_name="llmq-nb", prog_name="llmq-nb")
 def group() -> None:
     """Pre-train and fine-tune language models on the GPUs that one person owns."""

@@ -106,7 +106,9 @@ def make_run(folder: Path, *changes: Mapping[str, Mapping[str, Any]], words: int
     write_config(folder, *changes)
     write_model(folder / "model")
     choice = random.Random(7)
-    text = " ".join(choice.choice(WORDS) + choice.choice([" ", "", ",", ".\n"]) for _ in range(words))
+    text = " ".join(
+        choice.choice(WORDS) + choice.choice([" ", "", ",", ".\n"]) for _ in range(words)
+    )
     (folder / "text.txt").write_text(text, encoding="utf-8")
     return folder
 

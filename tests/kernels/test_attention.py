@@ -2,7 +2,8 @@
 themselves checked against finite differences).
 
 Bounds, element by element, U16 = 2^-8: P and dS are rounded once to bfloat16 before a product, the
-result once after it; delta comes from the bfloat16 `out`. Everything in float32 (scores, exp2.approx,
+result once after it; delta comes from the bfloat16 `out`. Everything in float32 (scores,
+exp2.approx,
 sums) is covered by SLACK of the sum of magnitudes.
 """
 
