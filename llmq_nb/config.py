@@ -9,17 +9,12 @@ import math
 from typing import Literal
 
 from llmq_nb.core.errors import UserError
-from llmq_nb.core.sizes import parse_bytes
 
 
 def check(condition: bool, what: str, key: str, mend: str) -> None:
     """Raise the UserError of a value that is out of range."""
     if not condition:
         raise UserError(what, where=key, mend=mend)
-
-
-LEAST_LIMIT = 1 << 20
-"""Least memory limit that is believed [bytes]: "15" without a unit is a mistake."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,10 +197,6 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         ok = self.head_chunks >= 1
         check(ok, f"{self.head_chunks}", "memory.head_chunks", "must be at least 1")
-        for key in ("device_limit", "host_limit"):
-            value = getattr(self, key)
-            ok = value is None or parse_bytes(value, where=f"memory.{key}") >= LEAST_LIMIT
-            check(ok, f"{value!r}", f"memory.{key}", 'at least 1MiB, for example "15GiB"')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
