@@ -243,10 +243,10 @@ def test_later_overrides_win_over_earlier_ones_and_the_file():
         ("seq_len=3", "--set seq_len=3: write --set section.key=value"),
         ("batch.seq_len", "write --set section.key=value"),
         ("batch.=3", "write --set section.key=value"),
-        ("batch.seq_len=", '"" in run.toml [batch] seq_len: must be a whole number'),
-        ("batch.seqlen=3", "did you mean 'seq_len'?"),
-        ("batsh.seq_len=3", "did you mean 'batch'?"),
-        ("batch.seq_len=x", '"x" in run.toml [batch] seq_len: must be a whole number'),
+        ("batch.seq_len=", '"" in --set batch.seq_len=: must be a whole number'),
+        ("batch.seqlen=3", "'seqlen' in --set batch.seqlen=3: did you mean 'seq_len'?"),
+        ("batsh.seq_len=3", "'batsh' in --set batsh.seq_len=3: did you mean 'batch'?"),
+        ("batch.seq_len=x", '"x" in --set batch.seq_len=x: must be a whole number'),
     ],
 )
 def test_wrong_override(override, says):
