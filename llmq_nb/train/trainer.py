@@ -87,10 +87,11 @@ class Trainer:
         check_schedule(config.schedule, self.total_steps)
         self.engine: Engine = CpuEngine(config, self.model)
         self.progress = self._start(checkpoint, announce)
-        # made last: wrong input leaves no folder behind
-        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
         self._before = self.progress
         self.loader = setup.open_loader(config, self.data.train, self.progress.position)
+        # the first batch shows a damaged store; the folder is made after all that can be wrong
+        self._waiting: StepBatch | None = self.loader.next_step()
+        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
 
     @property
     def checkpoints(self) -> Path:
@@ -103,7 +104,7 @@ class Trainer:
     def step(self) -> StepMetrics:
         """One optimizer step. A gradient that is not finite changes nothing but the metrics."""
         start = time.perf_counter()
-        batch = self.loader.next_step()
+        batch, self._waiting = self._waiting or self.loader.next_step(), None
         index = self.progress.step
         rate = learning_rate(
             self.config.schedule, self.config.optimizer.learning_rate, index, self.total_steps

@@ -1,13 +1,13 @@
 """Runs `llmq-nb` command lines as processes of their own without paying for the imports each time.
 
 One JSON job a line on stdin: {argv, cwd, out, err, before, env}. Each is a fork of this process:
-`before` (Python source) is executed in it first, then the real entry point with its real exit. The
-answer is {"code": n}, negative for a signal.
+`before` (Python source) is executed in it first, then the real entry point. The answer is {"code": n}, negative for a signal.
 """
 
 import json
 import os
 import sys
+import traceback
 import warnings
 
 import llmq_nb.cli
@@ -41,8 +41,17 @@ def run(job: dict) -> None:
     os.environ.update(job["env"])
     os.chdir(job["cwd"])
     sys.argv = ["llmq-nb", *job["argv"]]
-    exec(job["before"], {"__name__": "before"})
-    llmq_nb.cli.main()
+    code = 1
+    try:
+        exec(job["before"], {"__name__": "before"})
+        llmq_nb.cli.main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking all modules down again would double the time
 
 
 if __name__ == "__main__":
