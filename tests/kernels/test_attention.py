@@ -2,8 +2,8 @@
 themselves checked against finite differences).
 
 Bounds, element by element, U16 = 2^-8: P and dS are rounded once to bfloat16 before a product, the
-result once after it; delta comes from the bfloat16 `out`. Everything in float32 (scores, exp2.approx,
-sums) is covered by SLACK of the sum of magnitudes.
+result once after it; delta comes from the bfloat16 `out`. Everything in float32 (scores,
+exp2.approx, sums) is covered by SLACK of the sum of magnitudes.
 """
 
 import ml_dtypes
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmq_nb.core.dtype import DType
-from llmq_nb.kernels import attention, attention_backward, attention_dkdv, attention_forward
+from llmq_nb.kernels import attention
 from llmq_nb.kernels.attention import Tiles
 from llmq_nb.kernels.attention_tiles import Tile
 from tests.kernels.harness import Device, assert_within, run_sim
@@ -239,16 +239,16 @@ def test_reference_gradients_are_the_derivative_of_the_reference() -> None:
 
 
 # ---- simulator ---------------------------------------------------------------------------------
-# Two warps at D = 64 (a load step must be eight rows). T: one short tile; past a tile by one; edges
-# in every kind of tile; group of 1, 2 and 3.
+# Two warps at D = 64 (a load step must be eight rows). T: one short tile; past a tile by one with a
+# border in it; two 16-row tiles a warp; a group of three.
 SMALL = Tiles(Tile(32, 16, 2), Tile(16, 32, 2), Tile(32, 16, 2))
-LARGE = Tiles(Tile(64, 32, 2), Tile(32, 32, 2, stages=1), Tile(64, 16, 2, stages=1))
+LARGE = Tiles(Tile(64, 16, 2), Tile(16, 64, 2, stages=1), Tile(64, 16, 2, stages=1))
 SIMULATED = [
     pytest.param(dict(B=1, T=3, H=1, G=1, D=64, mean=None, tiles=SMALL), id="short"),
-    pytest.param(dict(B=2, T=33, H=2, G=1, D=64, mean=8.0, tiles=SMALL), id="documents"),
-    pytest.param(dict(B=1, T=71, H=1, G=1, D=64, mean=None, tiles=LARGE), id="two-m-tiles"),
-    pytest.param(dict(B=1, T=40, H=3, G=1, D=64, mean=4.0, tiles=LARGE), id="group-of-three"),
-]  # fmt: skip
+    pytest.param(dict(B=2, T=33, H=1, G=1, D=64, mean=8.0, tiles=SMALL), id="documents"),
+    pytest.param(dict(B=1, T=65, H=1, G=1, D=64, mean=None, tiles=LARGE), id="two-m-tiles"),
+    pytest.param(dict(B=1, T=19, H=3, G=1, D=64, mean=4.0, tiles=SMALL), id="group-of-three"),
+]
 
 
 @pytest.mark.parametrize("case", SIMULATED)
@@ -259,3 +259,99 @@ def test_forward_simulated(case) -> None:
 @pytest.mark.parametrize("case", SIMULATED)
 def test_backward_simulated(case) -> None:
     run_sim(check_backward, **case)
+
+
+FP32 = [
+    pytest.param(dict(B=1, T=9, H=2, G=1, D=64, mean=4.0, dtype=DType.FP32), id="documents"),
+    pytest.param(dict(B=1, T=5, H=1, G=1, D=128, mean=None, dtype=DType.FP32), id="wide"),
+]
+
+
+@pytest.mark.parametrize("case", FP32)
+def test_fp32_simulated(case) -> None:
+    run_sim(check_forward, **case)
+    run_sim(check_backward, **case)
+
+
+def test_rejections_simulated() -> None:
+    run_sim(check_rejections)
+
+
+# ---- GPU ---------------------------------------------------------------------------------------
+# T: 1; either side of 64 and 128 (every tile edge); several tiles with a ragged end; documents
+# longer and shorter than a tile; groups of 1, 2, 3, 6, 7 (the models').
+GPU_SHAPES = [
+    (1, 1, 1, 1, None),
+    (2, 17, 3, 1, 5.0),
+    (1, 63, 2, 2, None),
+    (3, 64, 2, 1, None),
+    (1, 65, 6, 2, 20.0),
+    (2, 127, 2, 1, None),
+    (1, 128, 4, 2, 40.0),
+    (1, 129, 1, 1, None),
+    (2, 200, 12, 2, 30.0),
+    (1, 513, 14, 2, 3.0),
+    (1, 1000, 3, 1, 150.0),
+    (2, 1024, 2, 2, None),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", attention.HEAD_DIMS)
+@pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
+def test_forward(gpu: Device, B, T, H, G, D, mean) -> None:
+    check_forward(gpu, B, T, H, G, D, mean)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", attention.HEAD_DIMS)
+@pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
+def test_backward(gpu: Device, B, T, H, G, D, mean) -> None:
+    check_backward(gpu, B, T, H, G, D, mean)
+
+
+EVERY_TILE = [
+    pytest.param(D, tiles, id=f"{D}-{i}")
+    for D in attention.HEAD_DIMS
+    for i, tiles in enumerate(attention.candidate_tiles(D))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("D", "tiles"), EVERY_TILE)
+@pytest.mark.parametrize(("T", "mean"), [(131, None), (333, 25.0)])
+def test_every_tile_shape(gpu: Device, D, tiles, T, mean) -> None:
+    check_forward(gpu, 2, T, 6, 2, D, mean, tiles)
+    check_backward(gpu, 2, T, 6, 2, D, mean, tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", attention.HEAD_DIMS)
+def test_large_scores(gpu: Device, D) -> None:
+    """Rows whose probability sits in one key: the running maximum carries them."""
+    check_forward(gpu, 1, 300, 2, 1, D, size=4.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FP32)
+def test_fp32(gpu: Device, case) -> None:
+    check_forward(gpu, **{**case, "T": 75})
+    check_backward(gpu, **{**case, "T": 75})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("T", "D"), [(77, 64), (130, 128)])
+def test_user_functions(gpu: Device, T, D, causal) -> None:
+    check_user_functions(gpu, 2, T, 4, 2, D, causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", attention.HEAD_DIMS)
+def test_repeats_bit_for_bit(gpu: Device, D) -> None:
+    check_repeats(gpu, 2, 700, 6, 2, D)
+
+
+@pytest.mark.gpu
+def test_rejections(gpu: Device) -> None:
+    check_rejections(gpu)
