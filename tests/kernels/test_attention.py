@@ -6,6 +6,8 @@ result once after it; delta comes from the bfloat16 `out`. Everything in float32
 exp2.approx, sums) is covered by SLACK of the sum of magnitudes.
 """
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -154,7 +156,7 @@ def check_user_functions(
     """forward and backward on separate arrays, as a user calls them."""
     qkv, dout, _ = inputs(B, T, H, G, D, mean=None, dtype=BF16)
     host = [np.ascontiguousarray(x) for x in split(qkv, H, G)]
-    q, k, v = (device.put(x).array() for x in host)
+    q, k, v = [device.put(x).array() for x in host]
     out, lse = attention.forward(q, k, v, causal=causal)
     gradients = attention.backward(device.put(dout).array(), q, k, v, out, lse, causal=causal)
     expected, expected_lse = attention.attention_forward_ref(*host, causal=causal)
@@ -166,7 +168,7 @@ def check_user_functions(
     assert_within(to_numpy(lse), expected_lse, absolute=1e-5, what="lse")
     wanted = attention.attention_backward_ref(dout, *host, causal=causal)
     # out carries P's rounding beside its own, so delta errs twice as much as in check_backward
-    bounds = gradient_bounds(dout, *host, None, causal, U16, SLACK)
+    bounds = gradient_bounds(dout, host[0], host[1], host[2], None, causal, U16, SLACK)
     for name, found, want, limit in zip(("dq", "dk", "dv"), gradients, wanted, bounds, strict=True):
         assert_within(to_numpy(found), want, relative=U16, absolute=2 * limit, what=name)
 
@@ -184,7 +186,7 @@ def check_repeats(device: Device, B: int, T: int, H: int, G: int, D: int) -> Non
         out, lse = device.empty((B, T, H, D), BF16), device.empty((B, H, T), np.float32)
         dqkv = device.empty(qkv.shape, BF16)
         stats = device.empty((attention.attention_scratch_bytes(B, T, H),), np.uint8)
-        shape = {"B": B, "T": T, "H": H, "G": G, "D": D}
+        shape: dict[str, Any] = {"B": B, "T": T, "H": H, "G": G, "D": D}
         attention.attention_launch(
             out.address,
             lse.address,
@@ -203,7 +205,7 @@ def check_repeats(device: Device, B: int, T: int, H: int, G: int, D: int) -> Non
 
 
 def check_rejections(device: Device) -> None:
-    def array(*shape, dtype=BF16):
+    def array(*shape: int, dtype: Any = BF16) -> Any:
         return device.put(np.zeros(shape, dtype)).array()
 
     q, k = array(1, 4, 4, 64), array(1, 4, 2, 64)
@@ -224,7 +226,8 @@ def check_rejections(device: Device) -> None:
 # ---- the oracle --------------------------------------------------------------------------------
 def test_reference_gradients_are_the_derivative_of_the_reference() -> None:
     rng = np.random.default_rng(1)
-    q, k, v = rng.standard_normal((1, 6, 4, 8)), *rng.standard_normal((2, 1, 6, 2, 8))
+    q = rng.standard_normal((1, 6, 4, 8))
+    k, v = rng.standard_normal((2, 1, 6, 2, 8))
     dout, starts = rng.standard_normal(q.shape), np.array([[0, 0, 0, 3, 3, 5]])
     gradients = attention.attention_backward_ref(dout, q, k, v, starts)
     for i, gradient in enumerate(gradients):
@@ -233,7 +236,10 @@ def test_reference_gradients_are_the_derivative_of_the_reference() -> None:
             [x + (sign * 1e-5 * direction if i == j else 0) for j, x in enumerate((q, k, v))]
             for sign in (1, -1)
         ]
-        losses = [(attention.attention_forward_ref(*x, starts)[0] * dout).sum() for x in shifted]
+        losses = [
+            (attention.attention_forward_ref(x[0], x[1], x[2], starts)[0] * dout).sum()
+            for x in shifted
+        ]
         numeric = (losses[0] - losses[1]) / 2e-5
         assert abs(numeric - (gradient * direction).sum()) < 1e-8 * abs(dout).sum()
 
