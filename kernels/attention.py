@@ -97,6 +97,13 @@ def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
     )
 
 
+def candidate_tiles(D: int) -> list[Tiles]:
+    """Every shape of every kernel at least once, for tuning (the kernels are timed one by one)."""
+    shapes = attention_forward.TILES[D], attention_dkdv.TILES[D], attention_backward.TILES[D]
+    longest = max(map(len, shapes))
+    return [Tiles(*(kind[min(i, len(kind) - 1)] for kind in shapes)) for i in range(longest)]
+
+
 def _tiles(tiles: Tiles | None, D: int) -> Tiles:
     if tiles is not None:
         return tiles

@@ -66,7 +66,7 @@ def first_key(segment_start, position):
     """Start of the document of flat token `position`; 0 without documents."""
     start = 0
     if segment_start != 0:
-        start = ldg32(segment_start + position * 4)
+        start = np.int64(ldg32(segment_start + position * 4))
     return start
 
 

@@ -3,16 +3,17 @@ themselves checked against finite differences).
 
 Bounds, element by element, U16 = 2^-8: P and dS are rounded once to bfloat16 before a product, the
 result once after it; delta comes from the bfloat16 `out`. Everything in float32 (scores,
-exp2.approx,
-sums) is covered by SLACK of the sum of magnitudes.
+exp2.approx, sums) is covered by SLACK of the sum of magnitudes.
 """
+
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from llmq_nb.core.dtype import DType
-from llmq_nb.kernels import attention, attention_backward, attention_dkdv, attention_forward
+from llmq_nb.kernels import attention
 from llmq_nb.kernels.attention import Tiles
 from llmq_nb.kernels.attention_tiles import Tile
 from tests.kernels.harness import Device, assert_within, run_sim
@@ -155,7 +156,7 @@ def check_user_functions(
     """forward and backward on separate arrays, as a user calls them."""
     qkv, dout, _ = inputs(B, T, H, G, D, mean=None, dtype=BF16)
     host = [np.ascontiguousarray(x) for x in split(qkv, H, G)]
-    q, k, v = (device.put(x).array() for x in host)
+    q, k, v = [device.put(x).array() for x in host]
     out, lse = attention.forward(q, k, v, causal=causal)
     gradients = attention.backward(device.put(dout).array(), q, k, v, out, lse, causal=causal)
     expected, expected_lse = attention.attention_forward_ref(*host, causal=causal)
@@ -167,7 +168,7 @@ def check_user_functions(
     assert_within(to_numpy(lse), expected_lse, absolute=1e-5, what="lse")
     wanted = attention.attention_backward_ref(dout, *host, causal=causal)
     # out carries P's rounding beside its own, so delta errs twice as much as in check_backward
-    bounds = gradient_bounds(dout, *host, None, causal, U16, SLACK)
+    bounds = gradient_bounds(dout, host[0], host[1], host[2], None, causal, U16, SLACK)
     for name, found, want, limit in zip(("dq", "dk", "dv"), gradients, wanted, bounds, strict=True):
         assert_within(to_numpy(found), want, relative=U16, absolute=2 * limit, what=name)
 
@@ -185,7 +186,7 @@ def check_repeats(device: Device, B: int, T: int, H: int, G: int, D: int) -> Non
         out, lse = device.empty((B, T, H, D), BF16), device.empty((B, H, T), np.float32)
         dqkv = device.empty(qkv.shape, BF16)
         stats = device.empty((attention.attention_scratch_bytes(B, T, H),), np.uint8)
-        shape = {"B": B, "T": T, "H": H, "G": G, "D": D}
+        shape: dict[str, Any] = {"B": B, "T": T, "H": H, "G": G, "D": D}
         attention.attention_launch(
             out.address,
             lse.address,
@@ -204,7 +205,7 @@ def check_repeats(device: Device, B: int, T: int, H: int, G: int, D: int) -> Non
 
 
 def check_rejections(device: Device) -> None:
-    def array(*shape, dtype=BF16):
+    def array(*shape: int, dtype: Any = BF16) -> Any:
         return device.put(np.zeros(shape, dtype)).array()
 
     q, k = array(1, 4, 4, 64), array(1, 4, 2, 64)
@@ -225,7 +226,8 @@ def check_rejections(device: Device) -> None:
 # ---- the oracle --------------------------------------------------------------------------------
 def test_reference_gradients_are_the_derivative_of_the_reference() -> None:
     rng = np.random.default_rng(1)
-    q, k, v = rng.standard_normal((1, 6, 4, 8)), *rng.standard_normal((2, 1, 6, 2, 8))
+    q = rng.standard_normal((1, 6, 4, 8))
+    k, v = rng.standard_normal((2, 1, 6, 2, 8))
     dout, starts = rng.standard_normal(q.shape), np.array([[0, 0, 0, 3, 3, 5]])
     gradients = attention.attention_backward_ref(dout, q, k, v, starts)
     for i, gradient in enumerate(gradients):
@@ -234,22 +236,25 @@ def test_reference_gradients_are_the_derivative_of_the_reference() -> None:
             [x + (sign * 1e-5 * direction if i == j else 0) for j, x in enumerate((q, k, v))]
             for sign in (1, -1)
         ]
-        losses = [(attention.attention_forward_ref(*x, starts)[0] * dout).sum() for x in shifted]
+        losses = [
+            (attention.attention_forward_ref(x[0], x[1], x[2], starts)[0] * dout).sum()
+            for x in shifted
+        ]
         numeric = (losses[0] - losses[1]) / 2e-5
         assert abs(numeric - (gradient * direction).sum()) < 1e-8 * abs(dout).sum()
 
 
 # ---- simulator ---------------------------------------------------------------------------------
-# Two warps at D = 64 (a load step must be eight rows). T: one short tile; past a tile by one; edges
-# in every kind of tile; group of 1, 2 and 3.
+# Two warps at D = 64 (a load step must be eight rows). T: one short tile; past a tile by one with a
+# border in it; two 16-row tiles a warp; a group of three.
 SMALL = Tiles(Tile(32, 16, 2), Tile(16, 32, 2), Tile(32, 16, 2))
-LARGE = Tiles(Tile(64, 32, 2), Tile(32, 32, 2, stages=1), Tile(64, 16, 2, stages=1))
+LARGE = Tiles(Tile(64, 16, 2), Tile(16, 64, 2, stages=1), Tile(64, 16, 2, stages=1))
 SIMULATED = [
     pytest.param(dict(B=1, T=3, H=1, G=1, D=64, mean=None, tiles=SMALL), id="short"),
-    pytest.param(dict(B=2, T=33, H=2, G=1, D=64, mean=8.0, tiles=SMALL), id="documents"),
-    pytest.param(dict(B=1, T=71, H=1, G=1, D=64, mean=None, tiles=LARGE), id="two-m-tiles"),
-    pytest.param(dict(B=1, T=40, H=3, G=1, D=64, mean=4.0, tiles=LARGE), id="group-of-three"),
-]  # fmt: skip
+    pytest.param(dict(B=2, T=33, H=1, G=1, D=64, mean=8.0, tiles=SMALL), id="documents"),
+    pytest.param(dict(B=1, T=65, H=1, G=1, D=64, mean=None, tiles=LARGE), id="two-m-tiles"),
+    pytest.param(dict(B=1, T=19, H=3, G=1, D=64, mean=4.0, tiles=SMALL), id="group-of-three"),
+]
 
 
 @pytest.mark.parametrize("case", SIMULATED)
@@ -260,3 +265,99 @@ def test_forward_simulated(case) -> None:
 @pytest.mark.parametrize("case", SIMULATED)
 def test_backward_simulated(case) -> None:
     run_sim(check_backward, **case)
+
+
+FP32 = [
+    pytest.param(dict(B=1, T=9, H=2, G=1, D=64, mean=4.0, dtype=DType.FP32), id="documents"),
+    pytest.param(dict(B=1, T=5, H=1, G=1, D=128, mean=None, dtype=DType.FP32), id="wide"),
+]
+
+
+@pytest.mark.parametrize("case", FP32)
+def test_fp32_simulated(case) -> None:
+    run_sim(check_forward, **case)
+    run_sim(check_backward, **case)
+
+
+def test_rejections_simulated() -> None:
+    run_sim(check_rejections)
+
+
+# ---- GPU ---------------------------------------------------------------------------------------
+# T: 1; either side of 64 and 128 (every tile edge); several tiles with a ragged end; documents
+# longer and shorter than a tile; groups of 1, 2, 3, 6, 7 (the models').
+GPU_SHAPES = [
+    (1, 1, 1, 1, None),
+    (2, 17, 3, 1, 5.0),
+    (1, 63, 2, 2, None),
+    (3, 64, 2, 1, None),
+    (1, 65, 6, 2, 20.0),
+    (2, 127, 2, 1, None),
+    (1, 128, 4, 2, 40.0),
+    (1, 129, 1, 1, None),
+    (2, 200, 12, 2, 30.0),
+    (1, 513, 14, 2, 3.0),
+    (1, 1000, 3, 1, 150.0),
+    (2, 1024, 2, 2, None),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", attention.HEAD_DIMS)
+@pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
+def test_forward(gpu: Device, B, T, H, G, D, mean) -> None:
+    check_forward(gpu, B, T, H, G, D, mean)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", attention.HEAD_DIMS)
+@pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
+def test_backward(gpu: Device, B, T, H, G, D, mean) -> None:
+    check_backward(gpu, B, T, H, G, D, mean)
+
+
+EVERY_TILE = [
+    pytest.param(D, tiles, id=f"{D}-{i}")
+    for D in attention.HEAD_DIMS
+    for i, tiles in enumerate(attention.candidate_tiles(D))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("D", "tiles"), EVERY_TILE)
+@pytest.mark.parametrize(("T", "mean"), [(131, None), (333, 25.0)])
+def test_every_tile_shape(gpu: Device, D, tiles, T, mean) -> None:
+    check_forward(gpu, 2, T, 6, 2, D, mean, tiles)
+    check_backward(gpu, 2, T, 6, 2, D, mean, tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", attention.HEAD_DIMS)
+def test_large_scores(gpu: Device, D) -> None:
+    """Rows whose probability sits in one key: the running maximum carries them."""
+    check_forward(gpu, 1, 300, 2, 1, D, size=4.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FP32)
+def test_fp32(gpu: Device, case) -> None:
+    check_forward(gpu, **{**case, "T": 75})
+    check_backward(gpu, **{**case, "T": 75})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("T", "D"), [(77, 64), (130, 128)])
+def test_user_functions(gpu: Device, T, D, causal) -> None:
+    check_user_functions(gpu, 2, T, 4, 2, D, causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", attention.HEAD_DIMS)
+def test_repeats_bit_for_bit(gpu: Device, D) -> None:
+    check_repeats(gpu, 2, 700, 6, 2, D)
+
+
+@pytest.mark.gpu
+def test_rejections(gpu: Device) -> None:
+    check_rejections(gpu)
