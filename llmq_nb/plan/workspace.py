@@ -1,7 +1,7 @@
 """What the cuda engine needs beside the model's own buffers: tables, scalars, scratch, workspace.
 
-Scratch is one buffer: the operations that use it run one after the other on one stream. Its size comes from the
-kernels' own constants, never from the number of multiprocessors.
+Scratch is one buffer: the operations that use it run one after the other on one stream. Its size
+comes from the kernels' own constants, never from the number of multiprocessors.
 """
 
 from llmq_nb.config import Config
@@ -13,11 +13,9 @@ from llmq_nb.kernels.matmul import WORKSPACE_BYTES
 from llmq_nb.kernels.qk_norm import qk_norm_scratch
 from llmq_nb.kernels.rmsnorm_backward import rmsnorm_backward_scratch
 from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.engine_cuda.scalars import SCALAR_WORDS
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.plan.buffers import Buffer
-
-SCALARS = 8
-"""Words of the step's scalars, see `train.engine_cuda.pack_scalars`."""
 
 
 def workspace_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
@@ -25,7 +23,7 @@ def workspace_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
     T, half = config.batch.seq_len, model.D // 2
     words = -(-scratch_bytes(config, model) // 4)
     return [
-        Buffer("inputs/scalars", (SCALARS,), DType.INT32, "inputs"),
+        Buffer("inputs/scalars", (SCALAR_WORDS,), DType.INT32, "inputs"),
         Buffer("engine/cos", (T, half), DType.FP32, "workspace"),
         Buffer("engine/sin", (T, half), DType.FP32, "workspace"),
         Buffer("engine/scratch", (words,), DType.INT32, "workspace"),

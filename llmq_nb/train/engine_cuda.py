@@ -44,6 +44,7 @@ from llmq_nb.data.loader import StepBatch
 from llmq_nb.kernels.launch import preparing
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.ops import CudaOps
+from llmq_nb.model.engine_cuda.scalars import pack_scalars
 from llmq_nb.model.ops import Scalars
 from llmq_nb.plan.buffers import Plan, make_plan
 from llmq_nb.plan.workspace import workspace_buffers
@@ -168,7 +169,7 @@ def _check_memory(plan: Plan, device: Device) -> None:
         f"out of memory on {device.name}: {format_bytes(short)} short"
         f" (needs {format_bytes(plan.total + RESERVE)}, free {format_bytes(free)}; {largest})",
         where="the plan",
-        mend="lower batch.micro_batch, add memory.recompute = ['block'] or raise memory.head_chunks",
+        mend="lower batch.micro_batch, set memory.recompute = ['block'] or more head_chunks",
     )
 
 
@@ -222,16 +223,3 @@ class _Ring:
                 f"copying {tensor.name}",
             )
         record_event(slot.free, self.stream)
-
-
-def pack_scalars(scalars: Scalars) -> NDArray[np.uint32]:
-    """The device's layout: four float32 and the random counter's last word, padded to 8 words."""
-    words = np.zeros(8, np.uint32)
-    words[:4].view(np.float32)[:] = (
-        scalars.learning_rate,
-        scalars.inv_supervised,
-        scalars.correction1,
-        scalars.correction2,
-    )
-    words[4] = scalars.update & 0xFFFFFFFF
-    return words
