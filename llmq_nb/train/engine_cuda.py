@@ -31,6 +31,7 @@ from llmq_nb.core.device import (
     create_event,
     create_stream,
     driver,
+    free,
     open_device,
     record_event,
     synchronize_stream,
@@ -131,6 +132,14 @@ class CudaEngine:
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
         self.device.make_current()
         self.ops.fill_normal(tensor, std=std, tensor_id=tensor_id)
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        synchronize_stream(self.stream)
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        free(self.base)
 
     def _prepare(self) -> None:
         """Load every kernel and choose every product before anything is captured."""
