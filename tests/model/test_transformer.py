@@ -60,8 +60,11 @@ def weights_of(rank):
 
 def oracle(case, rank, batch, z_loss=0.0):
     """Loss and gradients of the whole step: its micro-batches as one batch."""
-    flat = (a.reshape(-1, a.shape[-1]) for a in (batch.tokens, batch.targets, batch.segment_start))
-    return oracles.model_loss_and_gradients(hf_config(case), weights_of(rank), *flat, z_loss)
+    b = batch.split(batch.tokens.shape[0] * batch.tokens.shape[1])
+    arrays = b.tokens[0], b.targets[0], b.segment_start[0]
+    return oracles.model_loss_and_gradients(
+        hf_config(case), weights_of(rank), *arrays, z_loss=z_loss
+    )
 
 
 def test_all_nine_cases_are_there():
