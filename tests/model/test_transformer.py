@@ -83,6 +83,20 @@ def test_float32_agrees_with_transformers(case, head_chunks):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_logits_of_a_row_agree_with_transformers(case):
+    """Errors of 1e-6 on either side, of logits up to 5: twice the bound of the recorded side."""
+    rank, e = recorded_rank(case), expected(case)
+    load_micro_batch(rank, recorded_batch(case), 0)
+    rank.model.embed()
+    for layer in range(rank.model.config.L):
+        rank.model.forward(layer)
+    V = rank.model.config.V
+    for row, want in zip(e["logit_rows"].tolist(), e["logits"], strict=True):
+        got = rank.model.logits_of(row).data[0, :V]
+        assert np.abs(got - want).max() <= 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("precision", ["bf16", "e4m3"])
 def test_rounded_precisions_agree_with_float64(case, precision):
     rank, batch = recorded_rank(case, precision=precision), recorded_batch(case)
