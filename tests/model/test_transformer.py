@@ -60,8 +60,11 @@ def weights_of(rank):
 
 def oracle(case, rank, batch, z_loss=0.0):
     """Loss and gradients of the whole step: its micro-batches as one batch."""
-    flat = (a.reshape(-1, a.shape[-1]) for a in (batch.tokens, batch.targets, batch.segment_start))
-    return oracles.model_loss_and_gradients(hf_config(case), weights_of(rank), *flat, z_loss)
+    b = batch.split(batch.tokens.shape[0] * batch.tokens.shape[1])
+    arrays = b.tokens[0], b.targets[0], b.segment_start[0]
+    return oracles.model_loss_and_gradients(
+        hf_config(case), weights_of(rank), *arrays, z_loss=z_loss
+    )
 
 
 def test_all_nine_cases_are_there():
@@ -77,6 +80,20 @@ def test_float32_agrees_with_transformers(case, head_chunks):
     errors = {n: relative_l2(g, e[f"grad.{n}"]) for n, g in gradients(rank).items()}
     assert {f"grad.{n}" for n in errors} == {n for n in e if n.startswith("grad.")}
     assert {n: x for n, x in errors.items() if not x <= GRADIENT_BOUND} == {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_a_row_agree_with_transformers(case):
+    """Errors of 1e-6 on either side, of logits up to 5: twice the bound of the recorded side."""
+    rank, e = recorded_rank(case), expected(case)
+    load_micro_batch(rank, recorded_batch(case), 0)
+    rank.model.embed()
+    for layer in range(rank.model.config.L):
+        rank.model.forward(layer)
+    V = rank.model.config.V
+    for row, want in zip(e["logit_rows"].tolist(), e["logits"], strict=True):
+        got = rank.model.logits_of(row).data[0, :V]
+        assert np.abs(got - want).max() <= 1e-5
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def test_three_steps_of_training_agree_with_float64(case, clip):
     """
     config = json.loads((FIXTURES / case / "config.json").read_text())
     model = read_model_config(FIXTURES / case)
-    options = dict(max_grad_norm=clip, epsilon=1e-3, weight_decay=0.1, z_loss=1e-3)
+    options: dict[str, Any] = dict(max_grad_norm=clip, epsilon=1e-3, weight_decay=0.1, z_loss=1e-3)
     engine = CpuEngine(make_config(micro_batch=2, seq_len=T, **options), model)
     set_weights(engine, load_weights(FIXTURES / case, model))
     weights = {n: w for s in engine.states for n, w in named(s, s.weight)}
