@@ -91,11 +91,13 @@ class StoreWriter:
         self.appended: int = attributes["appended"]
         for litter in self.path.rglob("*.partial"):  # zarr's files that a kill left half-written
             litter.unlink()
-        self._group = zarr.open_group(self.path, mode="r+")
-        self._tokens = _Column(self._group["tokens"], self.tokens)
-        self._starts = _Column(self._group["document_starts"], self.documents)
         with_mask = attributes["with_mask"]
-        self._mask = _Column(self._group["loss_mask"], self.tokens) if with_mask else None
+        # `_create` asked for it too, but an array on disk does not remember it
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            self._group = zarr.open_group(self.path, mode="r+")
+            self._tokens = _Column(self._group["tokens"], self.tokens)
+            self._starts = _Column(self._group["document_starts"], self.documents)
+            self._mask = _Column(self._group["loss_mask"], self.tokens) if with_mask else None
 
     def _check_resumable(self, attributes: dict[str, Any], identity: dict[str, Any]) -> None:
         if attributes["closed"]:
