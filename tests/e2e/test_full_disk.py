@@ -108,9 +108,7 @@ def test_full(moment: str, whole: Path, disk: tuple[Path, bool], cli: Cli) -> No
 
 
 @pytest.mark.parametrize("leave", [0, 20_000, 60_000])
-def test_full_from_the_start(
-    leave: int, whole: Path, disk: tuple[Path, bool], cli: Cli
-) -> None:
+def test_full_from_the_start(leave: int, whole: Path, disk: tuple[Path, bool], cli: Cli) -> None:
     """While tokenizing too. A store that cannot even be begun is the user's to mend: code 2."""
     folder, mounted = disk
     make_run(folder)
