@@ -21,7 +21,6 @@ from llmq_nb.report.console import Console, announce
 from llmq_nb.report.jsonl import JsonlLog, read_log
 from llmq_nb.report.metrics import StepMetrics
 from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
-from llmq_nb.train.checkpoint import make_folder
 from llmq_nb.train.inference import Inference
 from llmq_nb.train.signals import Signals
 from llmq_nb.train.trainer import Trainer
@@ -37,7 +36,7 @@ def run(
     """Train until the last step or a signal; returns the exit code (0, or 128 + signal)."""
     check_run(config)
     with Signals() as signals, Trainer(config, resume=resume) as trainer:
-        make_folder(trainer.out_dir)
+        trainer.make_out_dir()
         for torn in trainer.out_dir.glob(".config.toml.*.tmp"):  # of a start that was killed
             torn.unlink(missing_ok=True)
         with atomic_file(trainer.out_dir / "config.toml") as file:

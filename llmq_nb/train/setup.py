@@ -96,7 +96,7 @@ def choose_device(config: Config, find: Callable[[], Driver | None] = find_drive
             raise UserError("no NVIDIA GPU or driver", where="run.device", mend=mend)
         return Device("cpu", "device: cpu (no NVIDIA GPU or driver was found)")
     gpu = f"{found.devices[0]} (driver for CUDA {found.cuda})"
-    missing = missing_packages()
+    missing = missing_packages(found)
     if missing:
         hint = f"GPU found: {gpu}; to use it: pip install -e '.[{found.extra}]'"
         if asked == "cuda":

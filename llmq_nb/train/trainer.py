@@ -31,6 +31,7 @@ from llmq_nb.train import setup, snapshot
 from llmq_nb.train.checkpoint import (
     Checkpoint,
     check_out_dir,
+    check_space,
     checkpoint_bytes,
     latest_checkpoint,
     save_checkpoint,
@@ -86,12 +87,11 @@ class Trainer:
         self.total_steps = setup.total_steps(config, windows)
         check_schedule(config.schedule, self.total_steps)
         self.engine: Engine = CpuEngine(config, self.model)
+        check_space(self.checkpoints, 2 * self._checkpoint_bytes())
         self.progress = self._start(checkpoint, announce)
         self._before = self.progress
         self.loader = setup.open_loader(config, self.data.train, self.progress.position)
-        # the first batch shows a damaged store; the folder is made after all that can be wrong
-        self._waiting: StepBatch | None = self.loader.next_step()
-        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
+        self._waiting: StepBatch | None = self.loader.next_step()  # shows a damaged store now
 
     @property
     def checkpoints(self) -> Path:
@@ -196,6 +196,10 @@ class Trainer:
             tokenizer_dir=None if tokenizer == "bytes" else tokenizer,
             max_shard_size=max_shard_size,
         )
+
+    def make_out_dir(self) -> None:
+        """Make the run's folder. Raises UserError where it cannot be written."""
+        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
 
     def close(self) -> None:
         """End the loader's thread."""
