@@ -14,6 +14,7 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.ops import Scalars
 from llmq_nb.plan.buffers import make_plan
+from llmq_nb.train.eager import Kind
 from llmq_nb.train.rank import Rank, State, allocate, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
 
@@ -34,6 +35,8 @@ class StepResult:
 
 class Engine(Protocol):
     """One run's memory and work on its device."""
+
+    kind: Kind
 
     @property
     def states(self) -> list[State]:
@@ -62,6 +65,8 @@ class Engine(Protocol):
 class CpuEngine:
     """NumPy: every step runs as it is called."""
 
+    kind: Kind = "cpu"
+
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self.config, self.model = config, model
         self.plan = make_plan(config, model)
@@ -79,7 +84,7 @@ class CpuEngine:
         for m in range(batch.tokens.shape[0]):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
             for r, rank in enumerate(self.ranks):
-                rank.ops.scalars = scalars
+                rank.ops.set_scalars(scalars)
                 load(
                     rank,
                     batch.tokens[m, r],

@@ -208,6 +208,7 @@ def sample(trainer: Trainer, prompt: str) -> str:
         seq_len=trainer.config.batch.seq_len,
         base=trainer.config,
         weights={s.parameter.name: s.weight for s in trainer.engine.states},
+        kind=trainer.engine.kind,
     )
     if len(tokens) == 0:
         raise UserError("empty sample", where="log.sample", mend="give a prompt, or leave it out")

@@ -29,6 +29,9 @@ class CpuOps:
         self.scalars = Scalars()
         self._cos, self._sin = attention.rope_tables(config, seq_len)
 
+    def set_scalars(self, scalars: Scalars) -> None:
+        self.scalars = scalars
+
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         x.data[...] = table.data[tokens.data.reshape(-1)]
 

@@ -30,7 +30,7 @@ from llmq_nb.kernels import (
 from llmq_nb.kernels.matmul import Products, Shape
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
-from llmq_nb.model.engine_cuda.scalars import SCALARS
+from llmq_nb.model.engine_cuda.scalars import SCALARS, pack_scalars
 from llmq_nb.model.ops import Scalars
 
 
@@ -49,15 +49,18 @@ class CudaOps:
     ) -> None:
         self.config, self.model, self.optimizer = config, model, config.optimizer
         self.device, self.stream = device, stream
-        self.scalars = Scalars()  # the values travel in inputs/scalars
         self.B, self.T = config.batch.micro_batch, config.batch.seq_len
         self._cos, self._sin = tensors["engine/cos"], tensors["engine/sin"]
         self._scratch = tensors["engine/scratch"].data
-        base = tensors["inputs/scalars"].data
+        self._scalars = tensors["inputs/scalars"]
+        base = self._scalars.data
         self._scalar = {name: base + 4 * i for i, name in enumerate(SCALARS)}
         self.products = Products(
             device=device.ordinal, workspace=tensors["engine/workspace"].data, choices=tuning
         )
+
+    def set_scalars(self, scalars: Scalars) -> None:
+        self.write(self._scalars, pack_scalars(scalars).view(np.int32))
 
     def write_tables(self) -> None:
         """Fill the rotation tables; once, after the memory was cleared."""
