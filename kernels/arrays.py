@@ -123,6 +123,8 @@ def _unpack(x: Any, name: str) -> tuple[int, tuple[int, ...], bool, Any, int | N
             x.device.index,
             x,
         )
+    if isinstance(x, DeviceArray):
+        return x.address, x.shape, True, x.dtype, x.device, x
     if SIMULATED and isinstance(x, np.ndarray):
         from llmq_nb.kernels.sim import register
 

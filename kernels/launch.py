@@ -9,9 +9,10 @@ alignment and makes one driver call: 4 us of host time where Numba's dispatcher 
 In the simulator the same call runs the kernel in Python on the host (sim.py).
 """
 
+import contextlib
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,25 @@ STATIC_SHARED_LIMIT = 48 * 1024
 """Dynamic shared memory above this must be asked for, kernel by kernel."""
 
 _FORMATS = {"uint64": "Q", "int64": "q", "uint32": "I", "int32": "i", "float32": "f"}
+
+
+_preparing = False
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """Inside, launches only compile and load their kernels: a graph capture needs them loaded."""
+    global _preparing
+    before, _preparing = _preparing, True
+    try:
+        yield
+    finally:
+        _preparing = before
+
+
+def is_preparing() -> bool:
+    """Whether launches are left out now."""
+    return _preparing
 
 
 def cdiv(a: int, b: int) -> int:
@@ -74,7 +94,7 @@ class Kernel:
     def __call__(self, stream: Any, grid: tuple[int, ...], *args: int | float) -> None:
         """Launch in stream order. A grid with a zero launches nothing."""
         x, y, z = (*grid, 1, 1)[:3]
-        if x == 0 or y == 0 or z == 0:
+        if x == 0 or y == 0 or z == 0 or _preparing:
             return
         self._layout.pack_into(self._block, 0, *args)
         result = self._launch(

@@ -9,7 +9,9 @@ S) array
          is its S x R matrix, so every product below is written as out^T = second^T first^T.
 Dtypes   bfloat16 or float32 operands (one kind), output bfloat16 or float32, sums in float32
          (CUBLAS_COMPUTE_32F: never TF32).
-Errors   K products summed in float32, then one rounding to the output.
+Errors   K products summed in float32, then one rounding to the output. Adding to a BF16 output
+rounds
+         twice: the library rounds the product before it adds (seen on an H200, cuBLASLt 13.1).
 Choice   The heuristic's candidates are in its order; `tune` times them, and the chosen index goes
 into the
          run's tuning file, so a resumed run has the same bits. Split-K sums that would depend on
@@ -25,7 +27,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from llmq_nb.core.device import create_event, elapsed_seconds, record_event
 from llmq_nb.core.dtype import DType
+from llmq_nb.kernels.launch import is_preparing
 
 Kind = Literal["forward", "dgrad", "wgrad"]
 COMPUTE_32F, R_32F = 68, 0
@@ -33,6 +37,9 @@ CUDA_TYPE = {DType.FP32: 0, DType.BF16: 14, DType.E4M3: 28, DType.E5M2: 29}
 WORKSPACE_BYTES = 32 << 20
 CANDIDATES = 8
 """Algorithms asked of the heuristic."""
+TIMINGS = 4
+WORTHWHILE = 0.98
+"""Share of the first candidate's time below which another one is taken."""
 FIXED_ORDER_SPLITS = 0b010
 """Reduction schemes: none, or partial sums in float32 in the workspace, added in a fixed order."""
 
@@ -184,8 +191,45 @@ class Products:
     def __call__(
         self, shape: Shape, out: int, x: int, y: int, *, stream: int, bias: int = 0
     ) -> None:
-        """Launch a product; see `Product.__call__`."""
-        self.plan(shape)(out, x, y, workspace=self.workspace, stream=stream, bias=bias)
+        """Launch a product (see `Product.__call__`); only plan it while launches are prepared."""
+        plan = self.plan(shape)
+        if not is_preparing():
+            plan(out, x, y, workspace=self.workspace, stream=stream, bias=bias)
+
+    def tune(self, memory: int, *, stream: int) -> None:
+        """Time the candidates of every shape in use that has no choice yet, and choose.
+
+        memory: where operands and results may lie (overwritten): 3 times the largest of them.
+        """
+        for shape, plan in self._plans.items():
+            if str(shape) in self.choices:
+                continue
+            room = -(-max(shape.N * shape.M, shape.N * shape.K, shape.M * shape.K) * 4 // 256) * 256
+            seconds = []
+            for candidate in range(plan.count):
+                plan.choose(candidate)
+                seconds.append(self._time(plan, memory, room, stream))
+            best = int(np.argmin(seconds))
+            # a candidate must be clearly faster than the heuristic's first
+            chosen = best if seconds[best] < WORTHWHILE * seconds[0] else 0
+            plan.choose(chosen)
+            self.choices[str(shape)] = chosen
+
+    def _time(self, plan: Product, memory: int, room: int, stream: int) -> float:
+        """Best of a few timings of two launches each [s]."""
+        bias = memory if plan.shape.bias else 0
+        seconds = []
+        for _ in range(TIMINGS):
+            start, end = create_event(timing=True), create_event(timing=True)
+            record_event(start, stream)
+            for _ in range(2):
+                plan(
+                    memory, memory + room, memory + 2 * room,
+                    workspace=self.workspace, stream=stream, bias=bias,
+                )  # fmt: skip
+            record_event(end, stream)
+            seconds.append(elapsed_seconds(start, end))
+        return min(seconds)
 
 
 def matmul_ref(kind: Kind, first: Any, second: Any, *, bias: Any = None, before: Any = None) -> Any:

@@ -6,7 +6,6 @@ that can be derived is a method, never a field; `None` means "derive", and the f
 
 import dataclasses
 import math
-import re
 from typing import Literal
 
 from llmq_nb.core.errors import UserError
@@ -16,19 +15,6 @@ def check(condition: bool, what: str, key: str, mend: str) -> None:
     """Raise the UserError of a value that is out of range."""
     if not condition:
         raise UserError(what, where=key, mend=mend)
-
-
-SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(i?)b", re.IGNORECASE)
-
-
-def parse_bytes(text: str, key: str) -> int:
-    """Bytes of a size such as "15GiB", "1.5 GB" or "512MiB"; `key` names it in the UserError."""
-    match = SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UserError(f"{text!r}", where=key, mend='write a size with its unit, like "15GiB"')
-    number, prefix, binary = match.groups()
-    unit = (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
-    return round(float(number) * unit)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,10 +197,6 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         ok = self.head_chunks >= 1
         check(ok, f"{self.head_chunks}", "memory.head_chunks", "must be at least 1")
-        for key in ("device_limit", "host_limit"):
-            value = getattr(self, key)
-            ok = value is None or parse_bytes(value, f"memory.{key}") > 0
-            check(ok, f"{value!r}", f"memory.{key}", "must be above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

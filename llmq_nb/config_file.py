@@ -16,6 +16,10 @@ import tomli
 
 from llmq_nb.config import Config
 from llmq_nb.core.errors import UserError
+from llmq_nb.core.sizes import parse_bytes
+
+LEAST_LIMIT = 1 << 20
+"""Least memory limit that is believed [bytes]: "15" without a unit is a mistake."""
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
@@ -43,7 +47,16 @@ def parse_config(text: str, *, where: str, overrides: typing.Sequence[str] = ())
         raise UserError("not valid TOML", where=where, mend=str(error)) from None
     for override in overrides:
         _apply(tables, override)
-    return _build(Config, tables, where, "")
+    config = _build(Config, tables, where, "")
+    for key in ("device_limit", "host_limit"):
+        _check_limit(getattr(config.memory, key), f"{where} memory.{key}")
+    return config
+
+
+def _check_limit(size: str | None, place: str) -> None:
+    """A memory limit is a size; config.py is a leaf that cannot read one."""
+    if size is not None and parse_bytes(size, where=place) < LEAST_LIMIT:
+        raise UserError(f"{size!r}", where=place, mend='at least 1MiB, for example "15GiB"')
 
 
 def _apply(tables: dict[str, Any], override: str) -> None:
@@ -57,9 +70,17 @@ def _apply(tables: dict[str, Any], override: str) -> None:
     except tomli.TOMLDecodeError:
         parsed = {}
     value = parsed["value"] if len(parsed) == 1 else text
+    place, sections = f"--set {override}", typing.get_type_hints(Config)
+    if section not in sections:
+        mend = _nearest(section, sections, "")
+        raise UserError(f"unknown section {section!r}", where=place, mend=mend)
     hint = _hint(section, key)
-    if hint is not None and not _fits(value, hint) and _fits(text, hint):
+    if hint is None:
+        mend = _nearest(key, typing.get_type_hints(sections[section]), section)
+        raise UserError(f"unknown key {key!r}", where=place, mend=mend)
+    if not _fits(value, hint) and _fits(text, hint):
         value = text
+    _value(value, hint, place)
     table = tables.setdefault(section, {})
     if not isinstance(table, dict):
         raise UserError(f"{section} is no section", where=f"--set {override}")

@@ -6,8 +6,8 @@ signal n.
 """
 
 import importlib
+import os
 import sys
-from importlib.metadata import version
 
 import click
 
@@ -28,16 +28,19 @@ class Commands(click.Group):
         return importlib.import_module(f"llmq_nb.cli.{cmd_name}_command").command
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(version("llmq-nb"), prog_name="llmq-nb")
+@click.group(
+    cls=Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.version_option(package_name="llmq-nb", prog_name="llmq-nb")
 def group() -> None:
     """Pre-train and fine-tune language models on the GPUs that one person owns."""
 
 
 def main() -> None:
-    """The entry point: errors a user can cause are one line and exit code 2, no traceback."""
+    """The entry point: errors of the user or the machine are one line, no traceback."""
     try:
         code = group.main(standalone_mode=False)
+        sys.stdout.flush()
     except UserError as error:
         fail(str(error), EXIT_USER)
     except MachineError as error:
@@ -46,11 +49,19 @@ def main() -> None:
         fail(f"{error.format_message()} (llmq-nb --help lists commands and options)", EXIT_USER)
     except (click.Abort, KeyboardInterrupt):
         fail("interrupted", 128 + 2)
+    except BrokenPipeError:  # the reader of our output has left: nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_FAILURE)
+    except OSError as error:
+        place = f": {error.filename}" if error.filename else ""
+        fail(f"{error.strerror or error}{place}", EXIT_FAILURE)
+    except MemoryError as error:
+        fail(f"not enough memory: {error}", EXIT_FAILURE)
     else:
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def fail(line: str, code: int) -> None:
     """One line to stderr, then exit."""
-    print(f"llmq-nb: {line}", file=sys.stderr, flush=True)
+    print(f"llmq-nb: {' '.join(line.split())}", file=sys.stderr, flush=True)
     sys.exit(code)

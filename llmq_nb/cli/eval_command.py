@@ -37,7 +37,9 @@ def command(
         base=opened.precision,
         arrays=opened.arrays,
     )
-    loss, tokens = inference.loss(eval_batches(store, micro_batch, seq_len, steps))
+    packing = opened.precision.data.packing
+    batches = eval_batches(store, micro_batch, seq_len, steps, packing=packing)
+    loss, tokens = inference.loss(batches)
     if as_json:
         click.echo(json.dumps({"loss": loss, "perplexity": math.exp(loss), "tokens": tokens}))
     else:

@@ -32,9 +32,12 @@ class Driver:
 def find_driver(library: str = LIBRARY) -> Driver | None:
     """The driver and its GPUs, or None where there is no driver or it sees no device."""
     try:
-        cuda = ctypes.CDLL(library)
-    except OSError:
+        return _ask(ctypes.CDLL(library))
+    except (OSError, AttributeError):  # no library, or one that is no driver
         return None
+
+
+def _ask(cuda: ctypes.CDLL) -> Driver | None:
     if cuda.cuInit(0) != 0:
         return None
     version, count = ctypes.c_int(), ctypes.c_int()

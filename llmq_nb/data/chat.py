@@ -29,12 +29,13 @@ from llmq_nb.data.tokenizer import Ids, Tokenizer
 Messages = Sequence[dict[str, Any]]
 Span = tuple[int, int]
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    # Line ends as {{ '\n' }}: a bare one after a block tag belongs to the tag (trim_blocks).
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ '\n' }}"
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n"
+    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
 )
 """The template of tokenizers that have these tokens and no template of their own."""
 

@@ -189,9 +189,9 @@ def eval_batches(
     *,
     packing: Mode = "stream",
 ) -> Iterator[EvalBatch]:
-    """Every window of the store once, in order, at most `limit` batches.
+    """Every window of the store once, in order; or `limit` batches drawn from all of it.
 
-    The rows that fill up the last batch are padding: target -100 everywhere.
+    The draw is always the same. The rows that fill up the last batch are padding: target -100 everywhere.
     """
     plan = Packing(store, seq_len, packing)
     shape = (micro_batch, seq_len)

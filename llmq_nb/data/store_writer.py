@@ -70,6 +70,18 @@ class StoreWriter:
             zeros = {"tokens": 0, "documents": 0, "supervised": 0, "appended": 0, "closed": False}
             _create(self.path, identity | zeros, chunk, shard)
         self._lock = _lock(self.path)
+        self._begun = False  # a document is open: nothing may be committed
+        try:
+            self._resume(identity)
+        except OSError as error:
+            self.release()
+            raise _write_error(self.path, error) from error
+        except UserError:
+            self.release()
+            raise
+
+    def _resume(self, identity: dict[str, Any]) -> None:
+        """Take up the store where its last commit left it."""
         attributes = read_attributes(self.path)
         assert attributes is not None
         self._check_resumable(attributes, identity)
@@ -79,15 +91,16 @@ class StoreWriter:
         self.appended: int = attributes["appended"]
         for litter in self.path.rglob("*.partial"):  # zarr's files that a kill left half-written
             litter.unlink()
-        self._group = zarr.open_group(self.path, mode="r+")
-        self._tokens = _Column(self._group["tokens"], self.tokens)
-        self._starts = _Column(self._group["document_starts"], self.documents)
-        self._mask = _Column(self._group["loss_mask"], self.tokens) if with_mask else None
-        self._begun = False  # a document is open: nothing may be committed
+        with_mask = attributes["with_mask"]
+        # `_create` asked for it too, but an array on disk does not remember it
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            self._group = zarr.open_group(self.path, mode="r+")
+            self._tokens = _Column(self._group["tokens"], self.tokens)
+            self._starts = _Column(self._group["document_starts"], self.documents)
+            self._mask = _Column(self._group["loss_mask"], self.tokens) if with_mask else None
 
     def _check_resumable(self, attributes: dict[str, Any], identity: dict[str, Any]) -> None:
         if attributes["closed"]:
-            self.release()
             raise UserError("the token store is complete", where=str(self.path), mend=REDO)
         for key, value in identity.items():
             if key == "sources" and "fingerprint" in value:  # what it says besides is for people
@@ -95,7 +108,6 @@ class StoreWriter:
             else:
                 same = attributes[key] == value
             if not same:
-                self.release()
                 raise UserError(
                     f"unfinished token store with other {key}", where=str(self.path), mend=REDO
                 )
@@ -190,8 +202,10 @@ class StoreWriter:
 
     def _set(self, *, closed: bool) -> None:
         totals = {k: getattr(self, k) for k in ("tokens", "documents", "supervised", "appended")}
-        # One write of one file. attrs.update() would write the file once for each key.
-        self._group.update_attributes(totals | {"closed": closed})
+        try:  # one write of one file: attrs.update() would write it once for each key
+            self._group.update_attributes(totals | {"closed": closed})
+        except OSError as error:
+            raise _write_error(self.path, error) from error
 
     def release(self) -> None:
         """Let another writer continue the store; this one writes no more."""
@@ -223,7 +237,8 @@ class _Column:
         self.dirty_shards = False
         """Full shards were written since the last complete write."""
         self.base = length - length % self.shard  # everything before is written for good
-        self.array.resize((length,))
+        if array.shape != (length,):  # a kill came between a write and its commit
+            self.array.resize((length,))
         self.pending = length - self.base
         self.buffer = np.empty(self.shard, array.dtype)
         self.buffer[: self.pending] = array[self.base : length]

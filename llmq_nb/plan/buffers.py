@@ -9,6 +9,7 @@ together; what lives for the whole run has none.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from llmq_nb.config import Config
@@ -19,7 +20,16 @@ from llmq_nb.model.parameters import Parameter, model_parameters
 from llmq_nb.model.recompute import dropped_activations
 
 Group = Literal[
-    "weights", "master", "m", "v", "gradients", "activations", "scratch", "inputs", "results"
+    "weights",
+    "master",
+    "m",
+    "v",
+    "gradients",
+    "activations",
+    "scratch",
+    "inputs",
+    "results",
+    "workspace",
 ]
 M_GROUP = 128
 """Values of an e4m3 first moment that share a float32 scale."""
@@ -65,10 +75,15 @@ TRAINING: frozenset[Group] = frozenset(get_args(Group))
 INFERENCE = TRAINING - {"master", "m", "v", "gradients"}
 
 
-def make_plan(config: Config, model: ModelConfig, groups: frozenset[Group] = TRAINING) -> Plan:
-    """Plan one rank that holds everything in `groups`."""
+def make_plan(
+    config: Config,
+    model: ModelConfig,
+    groups: frozenset[Group] = TRAINING,
+    extra: Sequence[Buffer] = (),
+) -> Plan:
+    """Plan one rank that holds everything in `groups`. extra: what an engine needs besides."""
     buffers = parameter_buffers(config, model) + activation_buffers(config, model)
-    buffers = [b for b in buffers if b.group in groups]
+    buffers = [b for b in buffers if b.group in groups] + list(extra)
     offsets, total = assign_offsets([Slot(b.nbytes, b.lifetime) for b in buffers])
     return Plan(tuple(buffers), tuple(offsets), total)
 

@@ -49,6 +49,12 @@ def open_trackers(
     ]
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError, with the command that installs it, for a package that is missing."""
+    for name in names:
+        _load(name)
+
+
 class TensorBoard:
     """Event files in out_dir/tensorboard."""
 

@@ -170,6 +170,14 @@ def checkpoint_bytes(parts: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES
 
 def check_out_dir(root: Path, nbytes: int) -> None:
     """Before a run: raise UserError where `root` cannot be written or has less than nbytes free."""
+    # before a folder is made
+    free = shutil.disk_usage(next(p for p in (root, *root.absolute().parents) if p.exists())).free
+    if nbytes > free:
+        raise UserError(
+            f"too little disk: checkpoints need {_size(nbytes)}, {_size(free)} are free",
+            where=str(root),
+            mend="free some, set run.out_dir to another disk or keep fewer (checkpoint.keep)",
+        )
     root = make_folder(root)
     try:
         with claim(root / f".staging-0-{os.getpid()}"):
@@ -177,13 +185,6 @@ def check_out_dir(root: Path, nbytes: int) -> None:
         remove_leftovers(root)
     except OSError as error:
         raise UserError(f"cannot write to {root}", mend=error.strerror or str(error)) from None
-    free = shutil.disk_usage(root).free
-    if nbytes > free:
-        raise UserError(
-            f"too little disk: checkpoints need {_size(nbytes)}, {_size(free)} are free",
-            where=str(root),
-            mend="free some, set run.out_dir to another disk or keep fewer (checkpoint.keep)",
-        )
 
 
 def make_folder(path: Path) -> Path:
@@ -216,11 +217,11 @@ def _delete_older(root: Path, step: int, keep: int, major_every: int) -> None:
     """Delete complete checkpoints up to `step` beyond the newest `keep`; majors stay.
 
     Broken ones are neither counted nor touched. Later steps belong to a run that this one was
-    resumed in the middle of: not counted either. Replaced ones (`.old`) go in any case.
+    resumed in the middle of: not counted either. Replaced ones (`.old`), broken or not, always go.
     """
     complete = [(n, path) for n, path in _folders(root) if n <= step and problem(path) is None]
     paths = {path for _, path in complete}
-    replaced = [p for p in paths if p.suffix and p.with_suffix("") in paths]
+    replaced = [p for _, p in _folders(root) if p.suffix and p.with_suffix("") in paths]
     minors = [
         path
         for n, path in complete

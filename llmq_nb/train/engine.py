@@ -12,6 +12,7 @@ from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import StepBatch, stable_order
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
+from llmq_nb.model.ops import Scalars
 from llmq_nb.plan.buffers import make_plan
 from llmq_nb.train.rank import Rank, State, allocate, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
@@ -75,15 +76,10 @@ class CpuEngine:
     def train_step(
         self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
     ) -> StepResult:
-        accumulation = batch.tokens.shape[0]
-        o = self.config.optimizer
-        for m in range(accumulation):
+        for m in range(batch.tokens.shape[0]):
+            scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
             for r, rank in enumerate(self.ranks):
-                s = rank.ops.scalars
-                s.learning_rate, s.inv_supervised = learning_rate, 1.0 / batch.supervised
-                s.correction1 = 1.0 - o.beta1 ** (updates + 1)
-                s.correction2 = 1.0 - o.beta2 ** (updates + 1)
-                s.update = step * accumulation + m
+                rank.ops.scalars = scalars
                 load(
                     rank,
                     batch.tokens[m, r],
@@ -111,6 +107,19 @@ class CpuEngine:
 
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
         self.ranks[0].ops.fill_normal(tensor, std=std, tensor_id=tensor_id)
+
+
+def step_scalars(
+    config: Config, batch: StepBatch, step: int, micro_step: int, updates: int, learning_rate: float
+) -> Scalars:
+    """The values of one micro-step."""
+    return Scalars(
+        learning_rate=learning_rate,
+        inv_supervised=1.0 / batch.supervised,
+        correction1=1.0 - config.optimizer.beta1 ** (updates + 1),
+        correction2=1.0 - config.optimizer.beta2 ** (updates + 1),
+        update=step * batch.tokens.shape[0] + micro_step,
+    )
 
 
 def load(

@@ -12,11 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmq_nb.config import BatchConfig, Config, DataConfig, MemoryConfig, ModelSection
+from llmq_nb.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ModelSection,
+    PrecisionConfig,
+)
 from llmq_nb.config_file import parse_config
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.rng import Purpose, philox
 from llmq_nb.core.rounding import to_float32
+from llmq_nb.core.safetensors_file import open_safetensors
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import EvalBatch
 from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config
@@ -41,7 +49,8 @@ class Opened:
     model: ModelConfig
     arrays: Arrays
     tokenizer: str | None
-    precision: Config | None
+    precision: Config
+    """What it runs with: that of the run, or for a folder FP32 if its weights are."""
 
 
 def open_model(path: str | Path, *, seq_len: int | None = None) -> Opened:
@@ -50,7 +59,7 @@ def open_model(path: str | Path, *, seq_len: int | None = None) -> Opened:
     if (folder / CONFIG_NAME).is_file():
         model = read_model_config(folder, seq_len=seq_len)
         tokenizer = str(folder) if (folder / "tokenizer.json").is_file() else None
-        return Opened(model, load_weights(folder, model), tokenizer, None)
+        return Opened(model, load_weights(folder, model), tokenizer, _stored_precision(folder))
     place = folder if (folder / "manifest.json").is_file() else None
     place = place or latest_checkpoint(folder) or latest_checkpoint(folder / "checkpoints")
     if place is None:
@@ -67,6 +76,16 @@ def open_model(path: str | Path, *, seq_len: int | None = None) -> Opened:
     return Opened(model, arrays, tokenizer, config)
 
 
+def _stored_precision(folder: Path) -> Config:
+    arrays = (a for f in folder.glob("*.safetensors") for a in open_safetensors(f).values())
+    kind = "fp32" if any(array.dtype == np.float32 for array in arrays) else "bf16"
+    return Config(
+        model=ModelSection(path=str(folder)),
+        data=DataConfig(train="none"),
+        precision=PrecisionConfig(dtype=kind),
+    )
+
+
 class Inference:
     """Forward passes of (micro_batch, seq_len) with fixed buffers."""
 
@@ -76,15 +95,14 @@ class Inference:
         *,
         micro_batch: int,
         seq_len: int,
-        base: Config | None = None,
+        base: Config,
         weights: Mapping[str, Tensor] | None = None,
         arrays: Arrays | None = None,
     ) -> None:
         """base: the config whose precision and seed are used. weights: tensors to share by name, or
         arrays: to copy."""
-        config = base or Config(model=ModelSection(path=""), data=DataConfig(train=""))
         config = dataclasses.replace(
-            config,
+            base,
             batch=BatchConfig(micro_batch=micro_batch, seq_len=seq_len),
             # nothing is kept for a backward that never comes, and the logits never exist whole
             memory=MemoryConfig(

@@ -18,10 +18,9 @@ from llmq_nb.config_file import to_toml
 from llmq_nb.core.errors import MachineError, UserError
 from llmq_nb.io.safetensors_io import atomic_file
 from llmq_nb.report.console import Console, announce
-from llmq_nb.report.jsonl import JsonlLog
+from llmq_nb.report.jsonl import JsonlLog, read_log
 from llmq_nb.report.metrics import StepMetrics
-from llmq_nb.report.plot import plot_runs
-from llmq_nb.report.trackers import TrackerWriter, open_trackers
+from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
 from llmq_nb.train.checkpoint import make_folder
 from llmq_nb.train.inference import Inference
 from llmq_nb.train.signals import Signals
@@ -29,15 +28,18 @@ from llmq_nb.train.trainer import Trainer
 
 SAMPLE_TOKENS = 300
 """Most tokens of the text that is printed at the end."""
-SAMPLE_TEMPERATURE = 0.7
+SAMPLE_TEMPERATURE = 0.8
 
 
 def run(
     config: Config, *, resume: str | Literal["auto", "none"] = "auto", argv: Sequence[str] = ()
 ) -> int:
     """Train until the last step or a signal; returns the exit code (0, or 128 + signal)."""
+    check_run(config)
     with Signals() as signals, Trainer(config, resume=resume) as trainer:
         make_folder(trainer.out_dir)
+        for torn in trainer.out_dir.glob(".config.toml.*.tmp"):  # of a start that was killed
+            torn.unlink(missing_ok=True)
         with atomic_file(trainer.out_dir / "config.toml") as file:
             file.write(to_toml(config).encode())
         done = trainer.progress.step
@@ -66,6 +68,13 @@ def run(
     return 0
 
 
+def check_run(config: Config) -> None:
+    """Raise UserError for what only the whole run needs, before any work."""
+    check_trackers(config.log.trackers)
+    if config.log.sample is not None and not config.log.sample.strip():
+        raise UserError("empty prompt", where="log.sample", mend="give a prompt, or leave it out")
+
+
 class Loop:
     """The steps of one run, and what happens between them."""
 
@@ -80,24 +89,52 @@ class Loop:
         self.config = trainer.config
         self.last: Path | None = None
         self.saved_step = trainer.progress.step if trainer.resumed else -1
+        self.save_tried = self.saved_step
 
     def run(self) -> Path | None:
         """All remaining steps; returns the newest checkpoint, None if no step was ever made."""
         t = self.trainer
         self.last = t.resumed
+        if t.finished:
+            announce(f"already finished: {t.progress.step} of {t.total_steps} steps are done")
         with Console(t.total_steps, done_steps=t.progress.step) as console:
-            while not t.finished and self.signals.received is None:
-                metrics = t.step()
-                self._report(console, metrics)
-                if metrics.non_finite_tensor and self.config.log.non_finite == "stop":
-                    self._stop_at(metrics)
-                if self._due(self.config.eval.every):
-                    self._evaluate(console)
-                if self._due(self.config.checkpoint.every):
-                    self._save()
-            if t.progress.step and self.saved_step != t.progress.step:
-                self._save()
+            try:
+                self._steps(console)
+            except (UserError, MachineError, OSError):
+                self._rescue()
+                raise
         return self.last
+
+    def _steps(self, console: Console) -> None:
+        t = self.trainer
+        if t.resumed and self._due(self.config.eval.every) and not self._evaluated():
+            self._evaluate(console)  # a signal had cut it short
+        while not t.finished and self.signals.received is None:
+            metrics = t.step()
+            self._report(console, metrics)
+            if metrics.non_finite_tensor and self.config.log.non_finite == "stop":
+                self._stop_at(metrics)
+            if self._due(self.config.eval.every):
+                self._evaluate(console)
+            if self._due(self.config.checkpoint.every):
+                self._save()
+        if t.progress.step and self.saved_step != t.progress.step:
+            self._save()
+
+    def _evaluated(self) -> bool:
+        """Whether the log has an evaluation of the step that the run was resumed at."""
+        step = self.trainer.progress.step
+        return any(r["log"] == "eval" and r["step"] == step for r in read_log(self.log.path))
+
+    def _rescue(self) -> None:
+        """Before an error ends the run: keep the steps made since the newest checkpoint."""
+        if self.trainer.progress.step in (0, self.save_tried):
+            return
+        try:
+            self._save()
+        except (MachineError, OSError):
+            pass  # the error that is on its way says more
+        announce(f"checkpoint: {self.last}")
 
     def _due(self, every: int) -> bool:
         """Whether something is due after this step: at multiples of `every`, and after the last."""
@@ -129,6 +166,7 @@ class Loop:
 
     def _save(self) -> None:
         start = time.perf_counter()
+        self.save_tried = self.trainer.progress.step
         self.last = self.trainer.save()
         self.saved_step = self.trainer.progress.step
         self.log.checkpoint(self.saved_step, self.last, time.perf_counter() - start)
@@ -147,6 +185,8 @@ class Loop:
 
 def leave(trainer: Trainer, checkpoint: Path | None) -> None:
     """At the end of a complete run: export, picture, sample, and where everything is."""
+    from llmq_nb.report.plot import plot_runs  # matplotlib takes a third of the start-up time
+
     out = trainer.out_dir
     if trainer.config.log.sample is not None:
         announce(f"sample, from {trainer.config.log.sample!r}:")

@@ -124,6 +124,17 @@ def check_supported(config: Config, device: Device) -> None:
         )
 
 
+def check_writable(folder: Path) -> None:
+    """Raise UserError where the folder cannot be made or written; makes nothing."""
+    nearest = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
+    if not nearest.is_dir():
+        mend = f"{nearest} is a file: set run.out_dir to a folder"
+        raise UserError(f"cannot write to {folder}", where="run.out_dir", mend=mend)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        mend = f"{nearest} is not writable: set run.out_dir to another folder"
+        raise UserError(f"cannot write to {folder}", where="run.out_dir", mend=mend)
+
+
 def open_data(config: Config, source: ModelSource, announce: Announce) -> Data:
     """Open the stores, making them from `data.sources` on first use."""
     d = config.data

@@ -19,6 +19,7 @@ from llmq_nb.config_file import to_toml
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import Position
+from llmq_nb.data.store import TokenSource
 from llmq_nb.model.config import Llama3Rope, ModelConfig
 from llmq_nb.model.parameters import Parameter
 from llmq_nb.train.checkpoint import Checkpoint, read_checkpoint
@@ -68,14 +69,39 @@ def _scales(engine: Engine) -> Iterator[tuple[str, NDArray[Any]]]:
             yield state.parameter.name, engine.read(state.m_scale)
 
 
-def run_state(config: Config, model: ModelConfig, progress: Progress) -> dict[str, Any]:
+def run_state(
+    config: Config, model: ModelConfig, progress: Progress, train: TokenSource
+) -> dict[str, Any]:
     """The JSON state beside the parts."""
     return {
         "model": dataclasses.asdict(model),
         "config": to_toml(config),
         "updates": progress.updates,
         "position": dataclasses.asdict(progress.position),
+        "windows": _windows(config, train),
     }
+
+
+def _windows(config: Config, train: TokenSource) -> dict[str, Any]:
+    """What the windows of the training data and their order depend on, by key of the config."""
+    return {
+        "batch.seq_len": config.batch.seq_len,
+        "data.packing": config.data.packing,
+        "data.seed": config.data.seed,
+        "data.train": f"a store of {len(train)} tokens",
+    }
+
+
+def check_same_windows(checkpoint: Checkpoint, config: Config, train: TokenSource) -> None:
+    """Raise UserError where the checkpoint's position means nothing in this run's data."""
+    ours = _windows(config, train)
+    for key, saved in checkpoint.state.get("windows", {}).items():
+        if ours[key] != saved:
+            raise UserError(
+                f"the checkpoint's run had {saved!r}, this one has {ours[key]!r}",
+                where=key,
+                mend="set it as it was, or start a new run with model.path = that run's export",
+            )
 
 
 def saved_model(checkpoint: Checkpoint) -> ModelConfig:

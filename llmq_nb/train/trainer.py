@@ -21,6 +21,7 @@ from llmq_nb.config import Config
 from llmq_nb.core.dtype import DType
 from llmq_nb.core.errors import UserError
 from llmq_nb.data.loader import StepBatch, eval_batches
+from llmq_nb.data.packing import Packing
 from llmq_nb.io.export import DEFAULT_SHARD_SIZE, export_model
 from llmq_nb.io.weights import check_weights, load_weights
 from llmq_nb.model.parameters import Parameter
@@ -28,6 +29,7 @@ from llmq_nb.report.console import announce as print_line
 from llmq_nb.report.metrics import EvalMetrics, StepMetrics
 from llmq_nb.train import setup, snapshot
 from llmq_nb.train.checkpoint import (
+    Checkpoint,
     check_out_dir,
     checkpoint_bytes,
     latest_checkpoint,
@@ -46,8 +48,8 @@ class Trainer:
     """One run. Raises UserError for whatever is wrong with the config, the files or the data.
 
     resume: "auto" goes on from the newest complete checkpoint in the run's folder, if any; "none"
-    starts
-    anew and refuses a folder with checkpoints; a path is the checkpoint to go on from.
+    starts anew and refuses a folder with checkpoints; a path is the checkpoint to go on from, or a
+    run's folder, of which it is the newest.
     announce: takes the one-line facts of the start.
     """
 
@@ -61,26 +63,35 @@ class Trainer:
         self.config = config
         self.device = setup.choose_device(config)
         announce(self.device.reason)
+        if self.device.hint is not None:
+            announce(self.device.hint)
         setup.check_supported(config, self.device)
+        if config.schedule.steps is not None:
+            check_schedule(config.schedule, config.schedule.steps)
         self.source = setup.resolve_model(config, announce)
         self.model = self.source.model
         if self.source.pretrained:
             assert self.source.folder is not None
             check_weights(self.source.folder, self.model)
         self.out_dir = Path(config.out_dir)
-        checkpoint = self._find_checkpoint(resume)
+        setup.check_writable(self.out_dir)
+        self.resumed = self._find_checkpoint(resume)
+        checkpoint = None
+        if self.resumed is not None:
+            checkpoint = snapshot.open_checkpoint(self.resumed, self.model)
         self.data = setup.open_data(config, self.source, announce)
-        loader = setup.open_loader(config, self.data.train, snapshot.Progress().position)
-        self.windows_per_epoch = loader.windows_per_epoch
-        loader.close()
-        self.total_steps = setup.total_steps(config, self.windows_per_epoch)
+        if checkpoint is not None:
+            snapshot.check_same_windows(checkpoint, config, self.data.train)
+        windows = len(Packing(self.data.train, config.batch.seq_len, config.data.packing))
+        self.total_steps = setup.total_steps(config, windows)
         check_schedule(config.schedule, self.total_steps)
         self.engine: Engine = CpuEngine(config, self.model)
-        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
-        self.resumed = checkpoint
         self.progress = self._start(checkpoint, announce)
         self._before = self.progress
         self.loader = setup.open_loader(config, self.data.train, self.progress.position)
+        # the first batch shows a damaged store; the folder is made after all that can be wrong
+        self._waiting: StepBatch | None = self.loader.next_step()
+        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
 
     @property
     def checkpoints(self) -> Path:
@@ -93,7 +104,7 @@ class Trainer:
     def step(self) -> StepMetrics:
         """One optimizer step. A gradient that is not finite changes nothing but the metrics."""
         start = time.perf_counter()
-        batch = self.loader.next_step()
+        batch, self._waiting = self._waiting or self.loader.next_step(), None
         index = self.progress.step
         rate = learning_rate(
             self.config.schedule, self.config.optimizer.learning_rate, index, self.total_steps
@@ -163,7 +174,7 @@ class Trainer:
             self.checkpoints,
             step=self.progress.step,
             parts=snapshot.parts(self.engine),
-            state=snapshot.run_state(self.config, self.model, self.progress),
+            state=snapshot.run_state(self.config, self.model, self.progress, self.data.train),
             keep=c.keep,
             major_every=c.major_every,
             nbytes=self._checkpoint_bytes(),
@@ -224,13 +235,15 @@ class Trainer:
                     mend="--resume auto goes on; for a new run choose another run.name",
                 )
             return None
-        return Path(resume)
+        folder = Path(resume).expanduser()
+        return latest_checkpoint(folder / CHECKPOINTS) or latest_checkpoint(folder) or folder
 
-    def _start(self, checkpoint: Path | None, announce: Callable[[str], None]) -> snapshot.Progress:
+    def _start(
+        self, checkpoint: Checkpoint | None, announce: Callable[[str], None]
+    ) -> snapshot.Progress:
         if checkpoint is not None:
-            opened = snapshot.open_checkpoint(checkpoint, self.model)
-            progress = snapshot.restore(self.engine, opened)
-            announce(f"resumed: step {progress.step} from {checkpoint}")
+            progress = snapshot.restore(self.engine, checkpoint)
+            announce(f"resumed: step {progress.step} from {checkpoint.path}")
             return progress
         if self.source.pretrained:
             assert self.source.folder is not None

@@ -24,6 +24,10 @@ ALL_BF16 = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16)
 FINITE_BF16 = ALL_BF16[np.arange(65536) % 32768 < 0x7F80]
 
 
+def f32(values) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
 def codes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
 
@@ -40,7 +44,7 @@ def some_bits(n: int, seed: int) -> np.ndarray:
 
 
 def test_stochastic_bf16_given_the_same_bits():
-    x = np.concatenate([floats(200_000, 1), np.float32([0.0, -0.0, 1.0, -1.0, 1e-40, 2**-133])])
+    x = np.concatenate([floats(200_000, 1), f32([0.0, -0.0, 1.0, -1.0, 1e-40, 2**-133])])
     for bits in (some_bits(x.size, 2), np.zeros(x.size, np.uint16), np.full(x.size, 65535, "u2")):
         got = stochastic_bf16(x, bits)
         want = oracles.encode_stochastic(x, bits, "bf16")
@@ -48,11 +52,11 @@ def test_stochastic_bf16_given_the_same_bits():
 
 
 def test_stochastic_bf16_keeps_what_is_exact_and_what_is_not_finite():
-    x = np.float32([np.inf, -np.inf, np.nan, 3.0])
+    x = f32([np.inf, -np.inf, np.nan, 3.0])
     # a NaN whose payload is in the dropped half, and the one that a carry would turn into -0
-    x = np.concatenate([x, np.uint32([0x7F800001, 0xFFFFFFFF]).view(np.float32)])
+    x = np.concatenate([x, np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)])
     got = stochastic_bf16(x, np.full(x.size, 65535, np.uint16)).astype(np.float32)
-    assert np.array_equal(got[[0, 1, 3]], np.float32([np.inf, -np.inf, 3.0]))
+    assert np.array_equal(got[[0, 1, 3]], f32([np.inf, -np.inf, 3.0]))
     assert np.isnan(got[[2, 4, 5]]).all()
 
 
@@ -75,7 +79,7 @@ def test_stochastic_mean_is_the_value(purpose):
     """
     n = 1 << 16
     bits = bits16(0, n, seed=5, purpose=purpose, tensor_id=0, update=0)
-    for value in np.float32([1.00001, -1.7654321, 3e-3, 0.013, -200.7, 0.00171]):
+    for value in f32([1.00001, -1.7654321, 3e-3, 0.013, -200.7, 0.00171]):
         x = np.full(n, value)
         for name, rounded in (("bf16", stochastic_bf16), ("e4m3", stochastic_e4m3)):
             y = rounded(x, bits).astype(np.float64)
@@ -137,7 +141,7 @@ def test_quantize_with_its_own_absmax(x, dtype):
 def test_what_is_not_finite_comes_out_as_nan(dtype):
     """A NaN or infinite absmax leaves no finite product: the norm check of the step sees it."""
     for bad in (np.nan, np.inf, -np.inf):
-        x = np.float32([1.0, bad, 0.0]).astype(ml_dtypes.bfloat16)
+        x = f32([1.0, bad, 0.0]).astype(ml_dtypes.bfloat16)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             codes, scale = quantize(x, dtype, absmax(x))
@@ -147,14 +151,14 @@ def test_what_is_not_finite_comes_out_as_nan(dtype):
 
 def test_absmax():
     assert absmax(np.zeros((0, 3), np.float32)) == 0
-    assert absmax(np.float32([-3, 2])) == 3
-    assert absmax(np.float32([[1, 2], [-0.5, 0]]).astype(ml_dtypes.bfloat16)) == 2
-    assert np.isnan(absmax(np.float32([1, np.nan, 3])))
-    assert absmax(np.float32([1, -np.inf])) == np.inf
+    assert absmax(f32([-3, 2])) == 3
+    assert absmax(f32([[1, 2], [-0.5, 0]]).astype(ml_dtypes.bfloat16)) == 2
+    assert np.isnan(absmax(f32([1, np.nan, 3])))
+    assert absmax(f32([1, -np.inf])) == np.inf
 
 
 def test_scales_elementwise_are_those_of_each():
-    tops = np.float32([0, 1e-38, 1e-30, 1, 3e38])
+    tops = f32([0, 1e-38, 1e-30, 1, 3e38])
     for got, one in zip(scales(tops, DType.E4M3), ("scale", "inv_scale"), strict=True):
         want = [scales(t, DType.E4M3)[one == "inv_scale"] for t in tops]
         assert np.isfinite(got).all() and np.array_equal(got, want)
@@ -169,7 +173,7 @@ def test_drift_of_a_bf16_first_moment_over_1000_steps():
     """
     n, beta1, g = 4096, np.float32(0.9), np.float32(0.0123)
 
-    def mean_error(update_of_step) -> float:
+    def errors_of_m(update_of_step) -> np.ndarray:
         m, exact = np.zeros(n, np.float32), 0.0
         for step in range(1000):
             noise = bits16(
@@ -181,6 +185,6 @@ def test_drift_of_a_bf16_first_moment_over_1000_steps():
 
     ulp = 2.0 ** (math.floor(math.log2(g)) - 7)
     deviation = ulp / 2 / math.sqrt(1 - float(beta1) ** 2)
-    assert abs(mean_error(lambda step: step).mean()) <= 5 * deviation / math.sqrt(n)
+    assert abs(errors_of_m(lambda step: step).mean()) <= 5 * deviation / math.sqrt(n)
     # the same bits each step: an element's error is the same way each time, up to 10 ulp
-    assert mean_error(lambda step: 0).std() > 2 * deviation
+    assert errors_of_m(lambda step: 0).std() > 2 * deviation

@@ -1,5 +1,6 @@
 """Stores for the data tests: on disk with tiny shards, and in memory."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmq_nb.data.store import TokenizerInfo, TokenStore
 from llmq_nb.data.store_writer import StoreWriter
@@ -89,3 +91,24 @@ def random_documents() -> Callable[..., list[NDArray[np.int64]]]:
         return [rng.integers(0, vocab_size, n) for n in rng.integers(1, longest, count)]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level BPE of 400 ids, trained here, as Hugging Face lays it out."""
+    rust = Tokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"],
+    )
+    words = "the quick brown fox jumps over a lazy dog and says assistant user hello\n" * 20
+    rust.train_from_iterator([words], trainer)
+    folder = tmp_path_factory.mktemp("bpe")
+    rust.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

@@ -1,13 +1,16 @@
 """Token stores against the lists of documents they were written from."""
 
+import errno
 import json
+import os
 import re
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from zarr.storage import _local as local
 
-from llmq_nb.core.errors import UserError
+from llmq_nb.core.errors import MachineError, UserError
 from llmq_nb.data.store import (
     ConcatStore,
     TokenStore,
@@ -142,6 +145,52 @@ def test_an_unclosed_store_is_refused_and_continued(tmp_path, tokenizer_record, 
     np.testing.assert_array_equal(store.read(0, len(store)), np.concatenate(documents))
     with pytest.raises(UserError, match="is complete"):
         StoreWriter(path, tokenizer_record())
+
+
+def test_what_lies_beyond_the_last_commit_is_cut_off(tmp_path, tokenizer_record):
+    path = tmp_path / "s.zarr"
+    writer = StoreWriter(path, tokenizer_record(), chunk=64, shard=256)
+    writer.append([1, 2, 3])
+    writer.commit()
+    writer.append_part(np.full(1000, 7))  # full shards are written, the document never ends
+    writer.release()
+    with StoreWriter(path, tokenizer_record(), chunk=64, shard=256) as again:
+        again.append([4, 5])
+    store = TokenStore(path)
+    assert store.read(0, len(store)).tolist() == [1, 2, 3, 4, 5]
+    assert store.document_starts.tolist() == [0, 3]
+
+
+def test_a_full_disk_loses_nothing_committed(tmp_path, tokenizer_record, monkeypatch):
+    """A write that fails in the middle of a commit, by whichever of its files."""
+    path = tmp_path / "s.zarr"
+    documents = [np.full(300, i) for i in range(8)]
+    put, left = local._put, 0
+
+    def failing(*arguments, **options):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return put(*arguments, **options)
+
+    monkeypatch.setattr(local, "_put", failing)
+    left = 10**6
+    StoreWriter(path, tokenizer_record(), chunk=64, shard=256).release()
+    for left in range(1, 12):  # noqa: B007 (read by `failing`)
+        with (
+            pytest.raises(MachineError, match="cannot write .*No space left"),
+            StoreWriter(path, tokenizer_record(), chunk=64, shard=256) as writer,
+        ):
+            for document in documents[writer.appended :]:
+                writer.append(document)
+    left = 10**6
+    with StoreWriter(path, tokenizer_record(), chunk=64, shard=256) as writer:
+        assert writer.appended > 0
+        for document in documents[writer.appended :]:
+            writer.append(document)
+    store = TokenStore(path)
+    np.testing.assert_array_equal(store.read(0, len(store)), np.concatenate(documents))
 
 
 def test_an_unclosed_store_of_another_identity_is_not_continued(tmp_path, tokenizer_record):

@@ -1,31 +1,10 @@
-"""Kernel tests: the `gpu` fixture, and tests marked gpu are deselected (and counted) without a
-GPU."""
+"""The `gpu` fixture of the kernel tests."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from llmq_nb.core.device import device_count
 from tests.kernels.harness import GpuDevice
-
-
-def pytest_report_header() -> str:
-    count = device_count()
-    return (
-        f"kernels: {count} GPU(s)"
-        if count
-        else "kernels: no GPU or driver, tests marked gpu are deselected"
-    )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    missing = {"gpu": device_count() < 1, "multi_gpu": device_count() < 2}
-    dropped = [
-        i for i in items if any(absent and i.get_closest_marker(m) for m, absent in missing.items())
-    ]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [i for i in items if i not in set(dropped)]
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ below float32 must be that float32 result, rounded stochastically with the bits 
 compared to the bit with the oracle's rounding.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -88,7 +90,7 @@ class State:
         self.weight = self.master if weight is None else tensor(np.zeros(shape), DType(weight))
         self.v = tensor(1e-4 * rng.random(shape), DType(v))
         self.m_scale = None
-        value = 1e-2 * rng.standard_normal(shape)
+        value = np.asarray(1e-2 * rng.standard_normal(shape))
         if m == "e4m3":
             groups = -(-value.size // 128)
             self.m_scale = tensor(rng.random(groups) * 1e-4)
@@ -149,12 +151,12 @@ def test_adamw_in_float32(shape, decayed, clip):
     factor = float(np.float32(clip))
     for step in range(1, 6):
         grad = tensor(rng.standard_normal(shape) * 10.0 ** rng.uniform(-6, 1, shape))
-        old = [f64(t) for t in (s.master, s.m, s.v)]
+        p0, m0, v0 = f64(s.master), f64(s.m), f64(s.v)
         s.update(ops, grad, step=step, total=tensor([1.0, clip, 1.0]), decayed=decayed)
         g = f64(grad) * factor
         options = dict(learning_rate=RATE, beta1=BETA1, beta2=BETA2, epsilon=EPSILON)
-        w, m, v = oracles.adamw(*old, g, step=step, **options, weight_decay=DECAY * decayed)
-        size = np.abs(BETA1 * old[1]) + np.abs((1 - BETA1) * g)
+        w, m, v = oracles.adamw(p0, m0, v0, g, step=step, **options, weight_decay=DECAY * decayed)
+        size = np.abs(BETA1 * m0) + np.abs((1 - BETA1) * g)
         assert_within(s.m, m, 4 * U * size)
         assert_within(s.v, v, 6 * U * v + 1e-44)
         # m's error against the root of v, then ten roundings of the update
@@ -162,8 +164,8 @@ def test_adamw_in_float32(shape, decayed, clip):
         update = 4 * U * size / (1 - BETA1**step) / root + 12 * U * np.abs(m / root) / (
             1 - BETA1**step
         )
-        decay = 4 * U * DECAY * np.abs(old[0])
-        assert_within(s.master, w, RATE * (update + decay) + 2 * U * np.abs(old[0]))
+        decay = 4 * U * DECAY * np.abs(p0)
+        assert_within(s.master, w, RATE * (update + decay) + 2 * U * np.abs(p0))
 
 
 @pytest.mark.parametrize("shape", SIZES)
@@ -252,7 +254,8 @@ def test_m_of_a_row_without_gradients_fades_to_zero_and_never_to_nan(m):
 
 def test_zero_rows_stay_exactly_zero():
     """Padded rows of the vocabulary: no gradient, so nothing, whatever the bits."""
-    for storage in ({}, {"master": "bf16", "m": "bf16", "v": "bf16"}, {"m": "e4m3"}):
+    storages: list[dict[str, Any]] = [{}, dict(master="bf16", m="bf16", v="bf16"), dict(m="e4m3")]
+    for storage in storages:
         s, ops, rng = State((48, 32), **storage), engine(), np.random.default_rng(5)
         for t in (s.master, s.m, s.v):
             t.data[37:] = 0

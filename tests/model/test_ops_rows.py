@@ -114,9 +114,10 @@ def test_qk_norm_and_its_backward(dtype, H, G, accumulate):
     N, width, n = B * T, (H + 2 * G) * D, H + G
     ops = make_ops(small_model(H=H, G=G, qk_norm=True))
     qkv, dheads = (tensor(rng.standard_normal((N, width)), dtype) for _ in range(2))
-    weights = [tensor(1 + 0.5 * rng.standard_normal(D), dtype) for _ in range(2)]
+    wq, wk = (tensor(1 + 0.5 * rng.standard_normal(D), dtype) for _ in range(2))
+    weights = (wq, wk)
     heads, rstd = garbage(N, width, dtype=dtype), garbage(N, n)
-    ops.qk_norm(heads, rstd, qkv, *weights)
+    ops.qk_norm(heads, rstd, qkv, wq, wk)
 
     def split(t):
         return oracles.split_qkv(f64(t).reshape(B, T, width), H, G, D)
@@ -136,7 +137,8 @@ def test_qk_norm_and_its_backward(dtype, H, G, accumulate):
     dweights = [tensor(b, dtype) if accumulate else garbage(D, dtype=dtype) for b in before]
     start = [f64(d) if accumulate else np.zeros(D) for d in dweights]
     stored = tensor(want_rstd)
-    ops.qk_norm_backward(dqkv, *dweights, dheads, qkv, *weights, stored, accumulate=accumulate)
+    dwq, dwk = dweights
+    ops.qk_norm_backward(dqkv, dwq, dwk, dheads, qkv, wq, wk, stored, accumulate=accumulate)
     dq, dk, dv = split(dheads)
     want = oracles.qk_norm_backward(dq, dk, q, k, f64(weights[0]), f64(weights[1]), eps=1e-5)
     got = split(dqkv)

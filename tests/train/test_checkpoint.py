@@ -167,6 +167,12 @@ def test_keep_counts_the_newest_that_are_no_majors(tmp_path):
     assert steps_in(tmp_path) == [f"step_{n:08}" for n in (40, 80, 90, 100)]
 
 
+def test_fewer_than_keep_all_stay(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=5, major_every=2)
+    assert steps_in(tmp_path) == [f"step_{n:08}" for n in (1, 2, 3)]
+
+
 def test_keep_zero_keeps_all(tmp_path):
     for step in range(5):
         save(tmp_path, step, keep=0)
@@ -265,7 +271,7 @@ def test_a_step_saved_again_replaces_the_first(tmp_path, broken):
         damage_tensors_cut(path)
     assert save(tmp_path, 5, seed=99) == path
     assert_holds(path, 5, seed=99)
-    assert steps_in(tmp_path) == ["step_00000005"] + ["step_00000005.old"] * broken
+    assert steps_in(tmp_path) == ["step_00000005"]
 
 
 def test_later_steps_of_an_older_branch_do_not_push_the_new_one_out(tmp_path):

@@ -1,0 +1,309 @@
+"""`Ops` on one GPU: each method is a launch or two on one stream, from addresses that never change.
+
+So a recorded step is a list of these launches. What changes from step to step is read from
+`inputs/scalars` on the device.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmq_nb.config import Config
+from llmq_nb.core.device import Device, check, driver, synchronize_stream
+from llmq_nb.core.tensor import Tensor
+from llmq_nb.kernels import (
+    adamw,
+    attention,
+    bias,
+    cross_entropy,
+    elementwise,
+    embedding,
+    global_norm,
+    qk_norm,
+    reduce_loss,
+    rmsnorm,
+    rmsnorm_backward,
+    rope,
+    swiglu,
+)
+from llmq_nb.kernels.matmul import Products, Shape
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.engine_cpu.attention import rope_tables
+from llmq_nb.model.engine_cuda.scalars import SCALARS
+from llmq_nb.model.ops import Scalars
+
+
+class CudaOps:
+    """One rank's operations, bound to its device, stream, tables and scratch."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        tensors: dict[str, Tensor],
+        *,
+        device: Device,
+        stream: int,
+        tuning: dict[str, int] | None = None,
+    ) -> None:
+        self.config, self.model, self.optimizer = config, model, config.optimizer
+        self.device, self.stream = device, stream
+        self.scalars = Scalars()  # the values travel in inputs/scalars
+        self.B, self.T = config.batch.micro_batch, config.batch.seq_len
+        self._cos, self._sin = tensors["engine/cos"], tensors["engine/sin"]
+        self._scratch = tensors["engine/scratch"].data
+        base = tensors["inputs/scalars"].data
+        self._scalar = {name: base + 4 * i for i, name in enumerate(SCALARS)}
+        self.products = Products(
+            device=device.ordinal, workspace=tensors["engine/workspace"].data, choices=tuning
+        )
+
+    def write_tables(self) -> None:
+        """Fill the rotation tables; once, after the memory was cleared."""
+        for tensor, table in zip(
+            (self._cos, self._sin), rope_tables(self.model, self.T), strict=True
+        ):
+            self.write(tensor, table)
+
+    # ---- embedding, norms ----------------------------------------------------------------------
+    def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
+        embedding.embedding_forward_launch(
+            x.data, table.data, tokens.data, rows=x.shape[0], C=x.shape[1], **self._common(x)
+        )
+
+    def embedding_backward(
+        self, dtable: Tensor, dx: Tensor, tokens: Tensor, order: Tensor, *, accumulate: bool
+    ) -> None:
+        rows, C = dx.shape
+        embedding.embedding_backward_launch(
+            dtable.data, dx.data, tokens.data, order.data, rows=rows, C=C, V=dtable.shape[0],
+            accumulate=accumulate, grad_dtype=dtable.dtype, **self._common(dx),
+        )  # fmt: skip
+
+    def rmsnorm(self, y: Tensor, rstd: Tensor, x: Tensor, weight: Tensor) -> None:
+        rows, C = x.shape
+        rmsnorm.rmsnorm_forward_launch(
+            y.data, rstd.data, x.data, weight.data, rows=rows, C=C, eps=self.model.norm_eps,
+            **self._common(x),
+        )  # fmt: skip
+
+    def residual_rmsnorm(
+        self,
+        residual_out: Tensor,
+        y: Tensor,
+        rstd: Tensor,
+        residual: Tensor,
+        x: Tensor,
+        weight: Tensor,
+    ) -> None:
+        rows, C = x.shape
+        rmsnorm.residual_rmsnorm_forward_launch(
+            residual_out.data, y.data, rstd.data, residual.data, x.data, weight.data,
+            rows=rows, C=C, eps=self.model.norm_eps, **self._common(x),
+        )  # fmt: skip
+
+    def rmsnorm_backward(
+        self,
+        dx: Tensor,
+        dweight: Tensor,
+        dy: Tensor,
+        dresidual: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        rstd: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None:
+        rows, C = x.shape
+        rmsnorm_backward.rmsnorm_backward_launch(
+            dx.data, dweight.data, dy.data, dresidual.data if dresidual else 0, x.data,
+            weight.data, rstd.data, scratch=self._scratch, rows=rows, C=C, accumulate=accumulate,
+            grad_dtype=dweight.dtype, **self._common(x),
+        )  # fmt: skip
+
+    def qk_norm(
+        self, heads: Tensor, rstd: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor
+    ) -> None:
+        qk_norm.qk_norm_forward_launch(
+            heads.data, rstd.data, qkv.data, q_weight.data, k_weight.data, rows=qkv.shape[0],
+            eps=self.model.norm_eps, **self._heads(), **self._common(qkv),
+        )  # fmt: skip
+
+    def qk_norm_backward(
+        self,
+        dqkv: Tensor,
+        dq_weight: Tensor,
+        dk_weight: Tensor,
+        dheads: Tensor,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        rstd: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None:
+        qk_norm.qk_norm_backward_launch(
+            dqkv.data, dq_weight.data, dk_weight.data, dheads.data, qkv.data, q_weight.data,
+            k_weight.data, rstd.data, scratch=self._scratch, rows=qkv.shape[0],
+            accumulate=accumulate, grad_dtype=dq_weight.dtype, **self._heads(),
+            **self._common(qkv),
+        )  # fmt: skip
+
+    # ---- attention -----------------------------------------------------------------------------
+    def rope(self, heads: Tensor, segment_start: Tensor) -> None:
+        rope.rope_forward_launch(
+            heads.data, self._cos.data, self._sin.data, segment_start.data, rows=heads.shape[0],
+            T=self.T, **self._heads(), **self._common(heads),
+        )  # fmt: skip
+
+    def rope_backward(self, dheads: Tensor, segment_start: Tensor) -> None:
+        rope.rope_backward_launch(
+            dheads.data, self._cos.data, self._sin.data, segment_start.data, rows=dheads.shape[0],
+            T=self.T, **self._heads(), **self._common(dheads),
+        )  # fmt: skip
+
+    def attention(self, out: Tensor, lse: Tensor, heads: Tensor, segment_start: Tensor) -> None:
+        attention.attention_launch(
+            out.data, lse.data, heads.data, segment_start.data, B=self.B, T=self.T,
+            **self._heads(), **self._common(heads),
+        )  # fmt: skip
+
+    def attention_backward(
+        self,
+        dheads: Tensor,
+        dout: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        heads: Tensor,
+        segment_start: Tensor,
+    ) -> None:
+        attention.attention_backward_launch(
+            dheads.data, self._scratch, dout.data, out.data, lse.data, heads.data,
+            segment_start.data, B=self.B, T=self.T, **self._heads(), **self._common(heads),
+        )  # fmt: skip
+
+    # ---- products ------------------------------------------------------------------------------
+    def linear(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        N, M, K = x.shape[0], *weight.shape
+        shape = Shape("forward", N, M, K, x.dtype, y.dtype, bias=bias is not None)
+        address = bias.data if bias is not None else 0
+        self.products(shape, y.data, x.data, weight.data, stream=self.stream, bias=address)
+
+    def linear_backward(
+        self,
+        dx: Tensor,
+        dweight: Tensor,
+        dbias: Tensor | None,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None:
+        N, M, K = x.shape[0], *weight.shape
+        shape = Shape("wgrad", N, M, K, x.dtype, dweight.dtype, accumulate=accumulate)
+        self.products(shape, dweight.data, dy.data, x.data, stream=self.stream)
+        shape = Shape("dgrad", N, M, K, x.dtype, dx.dtype)
+        self.products(shape, dx.data, dy.data, weight.data, stream=self.stream)
+        if dbias is not None:
+            bias.bias_backward_launch(
+                dbias.data, dy.data, scratch=self._scratch, rows=N, M=M, accumulate=accumulate,
+                grad_dtype=dbias.dtype, **self._common(dy),
+            )  # fmt: skip
+
+    def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
+        rows, F = y.shape
+        swiglu.swiglu_forward_launch(y.data, gate_up.data, rows=rows, F=F, **self._common(y))
+
+    def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
+        rows, F = dy.shape
+        swiglu.swiglu_backward_launch(
+            dgate_up.data, dy.data, gate_up.data, rows=rows, F=F, **self._common(dy)
+        )
+
+    # ---- loss ----------------------------------------------------------------------------------
+    def cross_entropy(
+        self, logits: Tensor, loss: Tensor, lse: Tensor, targets: Tensor, *, gradient: bool
+    ) -> None:
+        rows, Vp = logits.shape
+        cross_entropy.cross_entropy_launch(
+            logits.data, loss.data, lse.data, targets.data, self._scalar["inv_supervised"],
+            rows=rows, V=self.model.V, Vp=Vp, gradient=gradient,
+            z_loss=self.optimizer.z_loss if gradient else 0.0, **self._common(logits),
+        )  # fmt: skip
+
+    def reduce_loss(self, total: Tensor, loss: Tensor, lse: Tensor, *, accumulate: bool) -> None:
+        reduce_loss.reduce_loss_launch(
+            total.data, loss.data, lse.data, self._scalar["inv_supervised"], rows=loss.shape[0],
+            accumulate=accumulate, stream=self.stream,
+        )  # fmt: skip
+
+    # ---- optimizer -----------------------------------------------------------------------------
+    def global_norm(self, norms: Tensor, total: Tensor, grads: list[Tensor]) -> None:
+        global_norm.global_norm_launch(
+            norms.data, total.data, [(g.data, g.size) for g in grads], scratch=self._scratch,
+            max_norm=self.optimizer.max_grad_norm, dtype=grads[0].dtype, stream=self.stream,
+        )  # fmt: skip
+
+    def adamw(
+        self,
+        master: Tensor,
+        weight: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        total: Tensor,
+        *,
+        tensor_id: int,
+        decayed: bool,
+        m_scale: Tensor | None = None,
+    ) -> None:
+        o = self.optimizer
+        adamw.adamw_launch(
+            master.data, 0 if weight is master else weight.data, m.data, v.data, grad.data,
+            scalars=self._scalar["learning_rate"], norm=total.data, n=master.size, beta1=o.beta1,
+            beta2=o.beta2, epsilon=o.epsilon, weight_decay=o.weight_decay if decayed else 0.0,
+            seed=self.config.run.seed, tensor=tensor_id, master_dtype=master.dtype,
+            m_dtype=m.dtype, v_dtype=v.dtype, grad_dtype=grad.dtype, stream=self.stream,
+        )  # fmt: skip
+
+    # ---- memory --------------------------------------------------------------------------------
+    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
+        elementwise.fill_normal_launch(
+            x.data, n=x.size, seed=self.config.run.seed, tensor=tensor_id, std=std,
+            **self._common(x),
+        )  # fmt: skip
+
+    def fill_memory(self, address: int, nbytes: int) -> None:
+        """Random BF16 values: what products are timed on."""
+        elementwise.fill_normal_launch(
+            address, n=nbytes // 32 * 16, seed=0, tensor=0, std=1.0, dtype="bf16",
+            stream=self.stream,
+        )  # fmt: skip
+
+    def read(self, tensor: Tensor) -> NDArray[Any]:
+        host = np.empty(tensor.shape, tensor.dtype.numpy)
+        synchronize_stream(self.stream)
+        check(
+            driver().cuMemcpyDtoH(host.ctypes.data, tensor.data, tensor.nbytes),
+            f"reading {tensor.name}",
+        )
+        return host
+
+    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        host = np.ascontiguousarray(
+            np.broadcast_to(array, tensor.shape).astype(tensor.dtype.numpy, copy=False)
+        )
+        synchronize_stream(self.stream)
+        check(
+            driver().cuMemcpyHtoD(tensor.data, host.ctypes.data, host.nbytes),
+            f"writing {tensor.name}",
+        )
+        check(driver().cuCtxSynchronize(), f"writing {tensor.name}")
+
+    def _common(self, tensor: Tensor) -> dict[str, Any]:
+        return {"dtype": tensor.dtype, "stream": self.stream}
+
+    def _heads(self) -> dict[str, int]:
+        return {"H": self.model.H, "G": self.model.G, "D": self.model.D}

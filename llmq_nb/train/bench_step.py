@@ -1,0 +1,170 @@
+"""Speed of whole optimizer steps on random tokens: tokens/s, MFU, host time, and time by operation.
+
+The breakdown launches every operation between two events, eagerly: its sum is a little more than a
+replayed step, and its shares are what they are there.
+"""
+
+import dataclasses
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from llmq_nb.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ModelSection,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from llmq_nb.core.device import create_event, elapsed_seconds, record_event, synchronize_stream
+from llmq_nb.core.dtype import DType
+from llmq_nb.data.loader import Position, StepBatch
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.families import preset
+from llmq_nb.plan.mfu import peak_of, utilisation
+from llmq_nb.train.engine_cuda import CudaEngine
+from llmq_nb.train.initial import set_random_weights
+from llmq_nb.train.step import micro_step, optimizer_step
+
+WARM_STEPS, STEPS = 2, 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One row of a table."""
+
+    model: str
+    micro_batch: int
+    grad_accumulation: int
+    seq_len: int = 1024
+    matmul: str = "bf16"
+    head_chunks: int = 1
+    recompute: tuple[Any, ...] = ()
+
+    def config(self) -> Config:
+        """BF16 states, as LLMQ's published runs have them."""
+        return Config(
+            run=RunConfig(device="cuda"),
+            model=ModelSection(path=self.model),
+            data=DataConfig(train="random tokens"),
+            batch=BatchConfig(
+                micro_batch=self.micro_batch,
+                grad_accumulation=self.grad_accumulation,
+                seq_len=self.seq_len,
+            ),
+            precision=PrecisionConfig(matmul="e4m3" if self.matmul == "e4m3" else None),
+            optimizer=OptimizerConfig(master="bf16", m="bf16", v="bf16"),
+            memory=MemoryConfig(head_chunks=self.head_chunks, recompute=self.recompute),
+        )
+
+
+def random_batch(config: Config, model: ModelConfig) -> StepBatch:
+    """Uniformly random tokens, one document a row."""
+    b = config.batch
+    shape = (b.grad_accumulation, 1, b.micro_batch, b.seq_len)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model.V, shape, np.int32)
+    targets = rng.integers(0, model.V, shape, np.int32)
+    batch = StepBatch(tokens, targets, np.zeros(shape, np.int32), targets.size, Position())
+    for m in range(b.grad_accumulation):
+        batch.token_order(m, 0)
+    return batch
+
+
+def measure(setting: Setting, *, breakdown: bool = False) -> dict[str, Any]:
+    """Train a few steps; returns the figures of one setting."""
+    config, model = setting.config(), preset(setting.model)
+    start = time.perf_counter()
+    engine = CudaEngine(config, model)
+    set_random_weights(engine, model)
+    batch = random_batch(config, model)
+    losses = []
+
+    def step(index: int) -> None:
+        result = engine.train_step(batch, step=index, updates=index, learning_rate=1e-4)
+        losses.append(result.loss)
+
+    step(0)
+    first = time.perf_counter() - start
+    for index in range(1, WARM_STEPS):
+        step(index)
+    start = time.perf_counter()
+    for index in range(WARM_STEPS, WARM_STEPS + STEPS):
+        step(index)
+    seconds = (time.perf_counter() - start) / STEPS
+    rate = batch.tokens.size / seconds
+    figures: dict[str, Any] = {
+        **dataclasses.asdict(setting),
+        "device": engine.device.name,
+        "tokens_per_second": round(rate),
+        "seconds_per_step": round(seconds, 4),
+        "first_step_seconds": round(first, 1),
+        "mfu": round(
+            utilisation(
+                rate,
+                model,
+                seq_len=setting.seq_len,
+                matmul=DType.E4M3 if setting.matmul == "e4m3" else DType.BF16,
+                peak=peak_of(engine.device.name),
+            ),
+            4,
+        ),
+        "device_gib": round(engine.plan.total / 2**30, 2),
+        "losses": [round(loss, 4) for loss in losses],
+    }
+    if breakdown:
+        figures["breakdown_ms"] = operation_times(engine)
+    engine.close()
+    return figures
+
+
+class TimedOps:
+    """Stands for an engine's operations and times every call."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops, self.spans = ops, []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._ops, name)
+        if not callable(method):
+            return method
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, end = create_event(timing=True), create_event(timing=True)
+            record_event(start, self._ops.stream)
+            out = method(*args, **kwargs)
+            record_event(end, self._ops.stream)
+            self.spans.append((_label(name, args), start, end))
+            return out
+
+        return timed
+
+
+def _label(name: str, args: tuple[Any, ...]) -> str:
+    """The operation, and for products which weight."""
+    if name in ("linear", "linear_backward"):
+        weight = args[2] if name == "linear" else args[5]
+        return f"{name} {weight.name.rsplit('/', 1)[-1].split('.')[-2]}"
+    return name
+
+
+def operation_times(engine: CudaEngine) -> dict[str, float]:
+    """Milliseconds by operation of one micro-step and one optimizer step, largest first."""
+    rank = engine.ranks[0]
+    timed = TimedOps(engine.ops)
+    for _ in range(2):  # the first pass fills caches
+        timed.spans.clear()
+        rank.model.ops = timed  # pyright: ignore[reportAttributeAccessIssue]
+        micro_step([rank], first=False)
+        optimizer_step([rank])
+        synchronize_stream(engine.stream)
+    rank.model.ops = engine.ops
+    total: dict[str, float] = defaultdict(float)
+    for label, start, end in timed.spans:
+        total[label] += elapsed_seconds(start, end) * 1e3
+    return {k: round(v, 3) for k, v in sorted(total.items(), key=lambda item: -item[1])}

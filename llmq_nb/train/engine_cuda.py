@@ -1,0 +1,234 @@
+"""The cuda engine: the steps of `train.step` recorded once into CUDA graphs and replayed.
+
+    prepare   run the step functions with launches left out: kernels compile and load, products are
+    planned
+    tune      time the products' candidates; the choices go into the run's state
+    record    capture a micro-step (one graph for the first of an accumulation, one for the
+    others), the
+              optimizer step and an evaluation step, each when it is first used
+    replay    copy one slot of a ring of pinned memory into the fixed input buffers, launch the
+    graph
+
+Graphs read device buffers only: learning rate, counts and the random counter lie in
+`inputs/scalars`. An event
+frees a slot, so the host may fill the next one while the GPU works. With `run.cuda_graphs = false`
+the same
+functions are called each time: the same launches in the same order, so the same bits.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmq_nb.config import Config
+from llmq_nb.core.device import (
+    Device,
+    allocate,
+    check,
+    create_event,
+    create_stream,
+    driver,
+    free,
+    open_device,
+    record_event,
+    synchronize_stream,
+)
+from llmq_nb.core.errors import UserError
+from llmq_nb.core.graph import Graph, capture
+from llmq_nb.core.pinned import Pinned
+from llmq_nb.core.sizes import format_bytes
+from llmq_nb.core.tensor import Tensor
+from llmq_nb.data.loader import StepBatch
+from llmq_nb.kernels.launch import preparing
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.engine_cuda.ops import CudaOps
+from llmq_nb.model.engine_cuda.scalars import pack_scalars
+from llmq_nb.model.ops import Scalars
+from llmq_nb.plan.buffers import Plan, make_plan
+from llmq_nb.plan.workspace import workspace_buffers
+from llmq_nb.train.engine import StepResult, result, step_scalars
+from llmq_nb.train.rank import State, make_rank
+from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
+
+SLOTS = 3
+"""Slots of the ring: one being filled, one being copied, one spare."""
+RESERVE = 512 << 20
+"""Device memory left to modules, graphs and cuBLASLt beside our one allocation [bytes]."""
+
+
+class CudaEngine:
+    """One rank on one GPU. Raises UserError where there is no usable GPU or too little memory.
+
+    tuning: the products' choices of an earlier start of the run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        *,
+        ordinal: int = 0,
+        tuning: dict[str, int] | None = None,
+    ) -> None:
+        self.config, self.model = config, model
+        self.device = open_device(ordinal)
+        self.plan = make_plan(config, model, extra=workspace_buffers(config, model))
+        _check_memory(self.plan, self.device)
+        self.base = allocate(self.plan.total)
+        self.tensors = _tensors(self.plan, self.base)
+        self.stream = int(create_stream())
+        self.ops = CudaOps(
+            config, model, self.tensors, device=self.device, stream=self.stream, tuning=tuning
+        )
+        self.ranks = [make_rank(config, model, self.tensors, self.ops)]
+        self._ring = _Ring(self.tensors, self.stream)
+        self._graphs: dict[str, Graph] = {}
+        self._prepare()
+
+    @property
+    def states(self) -> list[State]:
+        return self.ranks[0].states
+
+    @property
+    def tuning(self) -> dict[str, int]:
+        """The products' choices, to be saved with the run."""
+        return self.ops.products.choices
+
+    def train_step(
+        self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
+    ) -> StepResult:
+        self.device.make_current()
+        for m in range(batch.tokens.shape[0]):
+            scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
+            arrays = (batch.tokens[m, 0], batch.targets[m, 0], batch.segment_start[m, 0])
+            self._ring.send(*arrays, batch.token_order(m, 0), scalars)
+            first = m == 0
+            name = "first micro-step" if first else "micro-step"
+            self._run(name, lambda first=first: micro_step(self.ranks, first=first))
+        self._run("optimizer step", lambda: optimizer_step(self.ranks))
+        return result(self.ranks)
+
+    def evaluate(
+        self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
+    ) -> float:
+        self.device.make_current()
+        order = np.zeros(tokens.size, np.int32)  # only a backward reads it
+        self._ring.send(tokens, targets, segment_start, order, Scalars())
+        self._run("evaluation step", lambda: evaluation_step(self.ranks))
+        losses = self.read(self.ranks[0].model.head.loss)
+        return float(losses.sum(dtype=np.float64))
+
+    def read(self, tensor: Tensor) -> NDArray[Any]:
+        self.device.make_current()
+        return self.ops.read(tensor)
+
+    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        self.device.make_current()
+        self.ops.write(tensor, array)
+
+    def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
+        self.device.make_current()
+        self.ops.fill_normal(tensor, std=std, tensor_id=tensor_id)
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        synchronize_stream(self.stream)
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        free(self.base)
+
+    def _prepare(self) -> None:
+        """Load every kernel and choose every product before anything is captured."""
+        with preparing():
+            for first in (True, False):
+                micro_step(self.ranks, first=first)
+            optimizer_step(self.ranks)
+            evaluation_step(self.ranks)
+        needed = 3 * 4 * max(max(s.N * s.M, s.N * s.K, s.M * s.K) for s in self.ops.products.shapes)
+        if needed <= self.plan.total:
+            self.ops.fill_memory(self.base, self.plan.total)  # zeros would draw less power
+            self.ops.products.tune(self.base, stream=self.stream)
+        synchronize_stream(self.stream)
+        check(driver().cuMemsetD8(self.base, 0, self.plan.total), "clearing device memory")
+        check(driver().cuCtxSynchronize(), "clearing device memory")
+        self.ops.write_tables()
+
+    def _run(self, name: str, work: Callable[[], None]) -> None:
+        if self.config.run.cuda_graphs is False:
+            work()
+            return
+        graph = self._graphs.get(name)
+        if graph is None:
+            graph = self._graphs[name] = capture(self.stream, work, name=name)
+        graph.launch(self.stream)
+
+
+def _check_memory(plan: Plan, device: Device) -> None:
+    free = device.free_bytes()
+    if plan.total + RESERVE <= free:
+        return
+    short = plan.total + RESERVE - free
+    groups = sorted(plan.group_bytes().items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in groups[:4] if size)
+    raise UserError(
+        f"out of memory on {device.name}: {format_bytes(short)} short"
+        f" (needs {format_bytes(plan.total + RESERVE)}, free {format_bytes(free)}; {largest})",
+        where="the plan",
+        mend="lower batch.micro_batch, set memory.recompute = ['block'] or more head_chunks",
+    )
+
+
+def _tensors(plan: Plan, base: int) -> dict[str, Tensor]:
+    """The plan's buffers at their addresses."""
+    return {
+        b.name: Tensor(b.name, b.shape, b.dtype, base + offset)
+        for b, offset in zip(plan.buffers, plan.offsets, strict=True)
+    }
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    memory: Pinned
+    free: Any
+    """Recorded after the slot's copies: the host may write it again when the event is done."""
+
+
+class _Ring:
+    """Pinned slots for a micro-step's inputs."""
+
+    NAMES = ("tokens", "targets", "segment_start", "order", "scalars")
+
+    def __init__(self, tensors: dict[str, Tensor], stream: int) -> None:
+        self.targets = [tensors[f"inputs/{name}"] for name in self.NAMES]
+        self.stream = stream
+        sizes = [-(-t.nbytes // 256) * 256 for t in self.targets]
+        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.slots = [_Slot(Pinned(sum(sizes)), create_event()) for _ in range(SLOTS)]
+        self.next = 0
+
+    def send(
+        self,
+        tokens: NDArray[Any],
+        targets: NDArray[Any],
+        segment_start: NDArray[Any],
+        order: NDArray[Any],
+        scalars: Scalars,
+    ) -> None:
+        """Copy a micro-step's inputs into the fixed buffers, in stream order."""
+        d = driver()
+        slot = self.slots[self.next]
+        self.next = (self.next + 1) % SLOTS
+        check(d.cuEventSynchronize(slot.free), "waiting for an input slot")
+        arrays = (tokens, targets, segment_start, order, pack_scalars(scalars))
+        for tensor, offset, array in zip(self.targets, self.offsets, arrays, strict=True):
+            slot.memory.array(offset, array.shape, array.dtype)[...] = array
+            source = slot.memory.address + offset
+            check(
+                d.cuMemcpyHtoDAsync(tensor.data, source, array.nbytes, self.stream),
+                f"copying {tensor.name}",
+            )
+        record_event(slot.free, self.stream)

@@ -1,0 +1,31 @@
+"""Sizes in bytes, against the powers written out."""
+
+import pytest
+
+from llmq_nb.core.errors import UserError
+from llmq_nb.core.sizes import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("15GiB", 15 * 2**30), ("1.5 GiB", 3 * 2**29), ("64GB", 64 * 10**9), (" 512MiB ", 2**29),
+        ("10 KB", 10_000), ("3TiB", 3 * 2**40), ("7B", 7), ("1000", 1000), ("0.5TB", 5 * 10**11),
+    ],
+)  # fmt: skip
+def test_sizes_are_read(text, value):
+    assert parse_bytes(text, where="x") == value
+
+
+@pytest.mark.parametrize("text", ["GiB", "-1GiB", "1e3GiB", "15Gib/s", "", "15 iB", "15 apples"])
+def test_other_text_is_refused(text):
+    with pytest.raises(UserError, match="in memory.x: write for example 15GiB"):
+        parse_bytes(text, where="memory.x")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1536, "1.5 KiB"), (15 * 2**30, "15 GiB"), (2**43, "8 TiB")],
+)
+def test_sizes_are_written(nbytes, text):
+    assert format_bytes(nbytes) == text
