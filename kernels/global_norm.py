@@ -9,7 +9,7 @@ Shapes   chunks: (K, 2) of (address, elements), elements a multiple of 8; first_
          1,): tensor t owns chunks first_chunk[t] to first_chunk[t + 1] - 1. norms: (TENSORS,);
          total: (3,). scratch: K float32. `chunk_table` makes the tables on the host.
 Dtypes   gradients bfloat16 or float32 (`dtype`, the same for all); chunks int64; first_chunk int32;
-         norms float32; total: norm float32, clip float32, finite uint32 (words NORM, CLIP, FINITE).
+         norms, total float32: norm, clip, finite (words NORM, CLIP, FINITE).
 Errors   All terms are non-negative: relative error of norm below (CHUNK / THREADS + 9 + K / 1024 +
          30) / 2 * 2^-24. Squares overflow float32 above 1.8e19: that counts as not finite. The
          order depends on the tables alone: bitwise reproducible. The first non-finite tensor is the
@@ -38,7 +38,6 @@ from llmq_nb.kernels.ptx import (
     ldg32f,
     ldg64,
     sqrt_rn,
-    stg32,
     stg32f,
 )
 from llmq_nb.kernels.reduce import make_block_sum
@@ -52,7 +51,7 @@ TENSOR_THREADS, TOTAL_THREADS = 128, 1024
 NORM, CLIP, FINITE, WORDS = 0, 1, 2, 3
 """Word numbers in `total`, and their count."""
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
-EXPONENT, YES, NO = np.uint32(0x7F800000), np.uint32(1), np.uint32(0)
+EXPONENT, YES, NO = np.uint32(0x7F800000), np.float32(1.0), np.float32(0.0)
 
 CHUNK_SIGNATURE = (types.uint64, types.uint64)
 TENSOR_SIGNATURE = (types.uint64,) * 3
@@ -136,7 +135,7 @@ def make_total_norm():
             clip = fmin(ONE, div_rn(max_norm, norm))
             stg32f(out + NORM * 4, norm)
             stg32f(out + CLIP * 4, clip if finite else ZERO)
-            stg32(out + FINITE * 4, YES if finite else NO)
+            stg32f(out + FINITE * 4, YES if finite else NO)
 
     return total_norm
 
@@ -176,8 +175,8 @@ def global_norm_launch(
 
 # ---- users -------------------------------------------------------------------------------------
 def norm(grads: Sequence[Any], *, max_norm: float = float("inf")) -> Any:
-    """Global L2 norm of bfloat16 GPU arrays: float32 (3,) of norm, clip factor, bits of the finite
-    flag.
+    """Global L2 norm of bfloat16 GPU arrays: float32 (3,) of norm, clip factor, 1 if finite
+    else 0.
 
     Sizes must be multiples of 8. ValueError on other sizes or dtypes.
 

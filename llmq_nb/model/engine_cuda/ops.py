@@ -32,6 +32,7 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
 from llmq_nb.model.engine_cuda.scalars import SCALARS, pack_scalars
 from llmq_nb.model.ops import Scalars
+from llmq_nb.model.parameters import model_parameters
 
 
 class CudaOps:
@@ -50,6 +51,12 @@ class CudaOps:
         self.config, self.model, self.optimizer = config, model, config.optimizer
         self.device, self.stream = device, stream
         self.B, self.T = config.batch.micro_batch, config.batch.seq_len
+        self._grads = [
+            tensors[name]
+            for p in model_parameters(model)
+            if (name := f"gradients/{p.name}") in tensors
+        ]
+        self._chunks = (tensors["engine/norm_chunks"], tensors["engine/norm_first"])
         self._cos, self._sin = tensors["engine/cos"], tensors["engine/sin"]
         self._scratch = tensors["engine/scratch"].data
         self._scalars = tensors["inputs/scalars"]
@@ -63,7 +70,12 @@ class CudaOps:
         self.write(self._scalars, pack_scalars(scalars).view(np.int32))
 
     def write_tables(self) -> None:
-        """Fill the rotation tables; once, after the memory was cleared."""
+        """Fill the rotation tables and the norm's table; once, after the memory was cleared."""
+        if self._grads:
+            pairs = [(g.data, g.size) for g in self._grads]
+            tables = global_norm.chunk_table(pairs, itemsize=self._grads[0].dtype.itemsize)
+            for tensor, table in zip(self._chunks, tables, strict=True):
+                self.write(tensor, table.view(np.int32).reshape(tensor.shape))
         for tensor, table in zip(
             (self._cos, self._sin), rope_tables(self.model, self.T), strict=True
         ):
@@ -244,9 +256,11 @@ class CudaOps:
 
     # ---- optimizer -----------------------------------------------------------------------------
     def global_norm(self, norms: Tensor, total: Tensor, grads: list[Tensor]) -> None:
+        chunks, first = self._chunks
         global_norm.global_norm_launch(
-            norms.data, total.data, [(g.data, g.size) for g in grads], scratch=self._scratch,
-            max_norm=self.optimizer.max_grad_norm, dtype=grads[0].dtype, stream=self.stream,
+            norms.data, total.data, chunks.data, first.data, scratch=self._scratch,
+            n_chunks=chunks.shape[0], tensors=len(grads), max_norm=self.optimizer.max_grad_norm,
+            dtype=grads[0].dtype, stream=self.stream,
         )  # fmt: skip
 
     def adamw(
@@ -265,8 +279,9 @@ class CudaOps:
         o = self.optimizer
         adamw.adamw_launch(
             master.data, 0 if weight is master else weight.data, m.data, v.data, grad.data,
-            scalars=self._scalar["learning_rate"], norm=total.data, n=master.size, beta1=o.beta1,
-            beta2=o.beta2, epsilon=o.epsilon, weight_decay=o.weight_decay if decayed else 0.0,
+            n=master.size, scalars=self._scalars.data, total=total.data,
+            m_scale=m_scale.data if m_scale is not None else 0, beta1=o.beta1, beta2=o.beta2,
+            epsilon=o.epsilon, decay=o.weight_decay if decayed else 0.0,
             seed=self.config.run.seed, tensor=tensor_id, master_dtype=master.dtype,
             m_dtype=m.dtype, v_dtype=v.dtype, grad_dtype=grad.dtype, stream=self.stream,
         )  # fmt: skip
