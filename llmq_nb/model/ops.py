@@ -183,7 +183,7 @@ class Ops(Protocol):
         ...
 
     def global_norm(self, norms: Tensor, total: Tensor, grads: list[Tensor]) -> None:
-        """norms[i] = |grads[i]|^2; total = (norm, clip factor, 1 if finite else 0). Fixed order."""
+        """norms[i] = |grads[i]|; total = (norm, clip factor, 1 if finite else 0). Fixed order."""
         ...
 
     def adamw(
