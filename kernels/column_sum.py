@@ -1,0 +1,87 @@
+r"""Second stage of a two-stage column sum: out[c] (+)= sum_p partial[p, c], p in a fixed order.
+
+The first stage (bias.py, qk_norm.py) leaves PARTIALS rows of partial sums; PARTIALS is a constant,
+never a function of the card, so the bits are the same everywhere.
+
+Shapes   partial: (PARTIALS, stride) float32, of which `columns` are summed; out: (columns,).
+Dtypes   out bfloat16 or float32 (`dtype`).
+Errors   32 groups of PARTIALS / 32 sequential additions, then 32 in order: PARTIALS / 32 + 32
+         float32 additions, one more with accumulate, one rounding.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+
+from llmq_nb.kernels.compile import CompileCase
+from llmq_nb.kernels.launch import cdiv, kernel
+from llmq_nb.kernels.ptx import (
+    bf16x2,
+    bf_lo,
+    ldg16,
+    ldg32f,
+    lds32f,
+    smem_addr,
+    stg16,
+    stg32f,
+    sts32f,
+)
+
+COLUMNS, WARPS = 32, 32  # a block owns 32 columns, a warp every 32nd partial sum
+CELLS = COLUMNS * WARPS
+ZERO = np.float32(0.0)
+SIGNATURE = (types.uint64, types.uint64, types.int32, types.int32)
+
+
+def make_column_sum(partials: int, accumulate: bool, dtype: str):
+    """Kernel for a number of partial sums, a multiple of 32; arguments: see SIGNATURE."""
+    TURNS = partials // WARPS
+    ACCUMULATE, BF16 = accumulate, dtype == "bf16"
+
+    def column_sum(out, partial, columns, stride):
+        shared = smem_addr(cuda.shared.array(CELLS, dtype=types.float32))
+        lane = cuda.threadIdx.x & 31
+        warp = cuda.threadIdx.x >> 5
+        column = cuda.blockIdx.x * COLUMNS + lane
+        total = ZERO
+        if column < columns:
+            for k in range(TURNS):
+                row = np.int64(warp + k * WARPS)
+                total = total + ldg32f(partial + (row * stride + column) * 4)
+        sts32f(shared + (warp * COLUMNS + lane) * 4, total)
+        cuda.syncthreads()  # every warp's sum is there
+        if warp == 0 and column < columns:
+            total = ZERO
+            for k in range(WARPS):
+                total = total + lds32f(shared + (k * COLUMNS + lane) * 4)
+            if BF16:
+                if ACCUMULATE:
+                    total = bf_lo(ldg16(out + column * 2)) + total
+                stg16(out + column * 2, bf16x2(total, ZERO))
+            else:
+                if ACCUMULATE:
+                    total = ldg32f(out + column * 4) + total
+                stg32f(out + column * 4, total)
+
+    return column_sum
+
+
+def column_sum_launch(
+    out: int, partial: int, *, partials: int, columns: int, stride: int, accumulate: bool,
+    dtype: str = "bf16", stream: Any,
+) -> None:  # fmt: skip
+    """Write (or add to) out, device addresses, in stream order. stride: floats from one row of
+    partial sums to the next."""
+    k = kernel(
+        make_column_sum, SIGNATURE, threads=CELLS, partials=partials, accumulate=accumulate,
+        dtype=dtype,
+    )  # fmt: skip
+    k(stream, (cdiv(columns, COLUMNS),), out, partial, columns, stride)
+
+
+COMPILE_CASES = [
+    CompileCase(make_column_sum, {"partials": p, "accumulate": a, "dtype": d}, SIGNATURE, CELLS)
+    for p, a, d in [(128, True, "bf16"), (128, False, "bf16"), (512, True, "fp32")]
+]
