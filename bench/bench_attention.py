@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.harness import Bench
 from llmq_nb.core import device as core
-from llmq_nb.kernels import attention
+from llmq_nb.kernels import attention, attention_tiles
 from llmq_nb.kernels.attention import Tiles, attention_backward_flops, attention_flops
 
 WARM_UPS, RUNS = 5, 20
@@ -162,10 +162,10 @@ def options(D: int, every: bool) -> list[tuple[str, Tiles | None]]:
 
 @contextlib.contextmanager
 def swath(mebibytes: int) -> Iterator[None]:
-    before = attention.SWATH_BYTES
-    attention.SWATH_BYTES = mebibytes << 20
+    before = attention_tiles.SWATH_BYTES
+    attention_tiles.SWATH_BYTES = mebibytes << 20
     yield
-    attention.SWATH_BYTES = before
+    attention_tiles.SWATH_BYTES = before
 
 
 def main() -> None:

@@ -36,15 +36,12 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.kernels import attention_backward, attention_dkdv, attention_forward, attention_simt
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
 from llmq_nb.kernels.attention_backward import padded_length
-from llmq_nb.kernels.attention_tiles import Tile
+from llmq_nb.kernels.attention_tiles import Problem, Tile
 from llmq_nb.kernels.compile import Options
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import SIMULATED
 
 HEAD_DIMS = (64, 128)
-SWATH_BYTES = 32 << 20
-"""Heads whose streamed tensors are together this large are worked on at the same time, so that the
-L2 cache (32 to 96 MB on most cards) holds them."""
 LOG2E = math.log2(math.e)
 
 
@@ -55,34 +52,6 @@ class Tiles:
     forward: Tile
     dkdv: Tile
     dq: Tile
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """Extents, byte strides and options that every launch needs."""
-
-    B: int
-    T: int
-    H: int
-    G: int
-    D: int
-    q_stride: int
-    kv_stride: int
-    segment_start: int
-    causal: bool = True
-    dtype: DType = DType.BF16
-
-    @property
-    def group(self) -> int:
-        return self.H // self.G
-
-    @property
-    def scale(self) -> float:
-        return 1.0 / math.sqrt(self.D)
-
-    def swath(self, streamed_rows: int) -> int:
-        """Heads at a time, if one head streams this many rows of D a token."""
-        return max(1, SWATH_BYTES // (self.T * streamed_rows * self.D * self.dtype.itemsize))
 
 
 def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
@@ -116,7 +85,7 @@ def _tiles(tiles: Tiles | None, D: int) -> Tiles:
 
 # ---- launches ----------------------------------------------------------------------------------
 def _forward(
-    out: int, lse: int, q: int, k: int, v: int, p: _Problem, tiles: Tiles | None, stream: Any
+    out: int, lse: int, q: int, k: int, v: int, p: Problem, tiles: Tiles | None, stream: Any
 ) -> None:
     if p.dtype is DType.FP32:
         launch = kernel(
@@ -145,7 +114,7 @@ def _forward(
 
 def _backward_fp32(
     gradients: tuple[int, int, int], strides: tuple[int, int], inputs: tuple[int, ...],
-    p: _Problem, stream: Any,
+    p: Problem, stream: Any,
 ) -> None:  # fmt: skip
     dq, dk, dv = gradients
     simt = attention_simt
@@ -163,7 +132,7 @@ def _backward_fp32(
 
 def _backward(
     gradients: tuple[int, int, int], strides: tuple[int, int], stats: int, dout: int, out: int,
-    lse: int, qkv: tuple[int, int, int], p: _Problem, tiles: Tiles | None, stream: Any,
+    lse: int, qkv: tuple[int, int, int], p: Problem, tiles: Tiles | None, stream: Any,
 ) -> None:  # fmt: skip
     if p.dtype is DType.FP32:
         _backward_fp32(gradients, strides, (*qkv, dout, out, lse), p, stream)
@@ -210,7 +179,7 @@ def attention_launch(
 ) -> None:  # fmt: skip
     """Write out and lse from packed qkv (device addresses; segment_start 0: one document)."""
     stride = (H + 2 * G) * D * dtype.itemsize
-    problem = _Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
+    problem = Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
     _forward(out, lse, *_packed(qkv, H, G, D, dtype), problem, tiles, stream)
 
 
@@ -221,7 +190,7 @@ def attention_backward_launch(
 ) -> None:  # fmt: skip
     """Write dqkv, packed like qkv. stats: attention_scratch_bytes of scratch (bfloat16 only)."""
     stride = (H + 2 * G) * D * dtype.itemsize
-    problem = _Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
+    problem = Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
     _backward(
         _packed(dqkv, H, G, D, dtype), (stride, stride), stats, dout, out, lse,
         _packed(qkv, H, G, D, dtype), problem, tiles, stream,
@@ -236,7 +205,7 @@ def attention_scratch_bytes(B: int, T: int, H: int) -> int:
 # ---- users -------------------------------------------------------------------------------------
 def _describe_inputs(
     q: Any, k: Any, v: Any, segment_start: Any, causal: bool
-) -> tuple[Array, Array, Array, _Problem]:
+) -> tuple[Array, Array, Array, Problem]:
     """The three arrays and what they say about the problem; ValueError where they do not fit."""
     dtype = DType.FP32 if "float32" in str(getattr(q, "dtype", "")) else DType.BF16
     q = describe(q, dtype=dtype, shape=(None,) * 4, name="q")
@@ -255,7 +224,7 @@ def _describe_inputs(
         starts = describe(segment_start, dtype=DType.INT32, shape=(B, T), name="segment_start")
         start = starts.address
     row = D * dtype.itemsize
-    return q, k, v, _Problem(B, T, H, G, D, H * row, G * row, start, causal, dtype)
+    return q, k, v, Problem(B, T, H, G, D, H * row, G * row, start, causal, dtype)
 
 
 def forward(

@@ -21,6 +21,7 @@ from llmq_nb.kernels.attention_tiles import (
     a_address,
     b_address,
     block_order,
+    divide,
     first_key,
     make_accumulate,
     make_clear,
@@ -128,8 +129,8 @@ def make_attention_dkdv(D: int, QUERIES: int, KEYS: int, WARPS: int, STAGES: int
         lane = tid & 31
         warp_row = (tid >> 5) * WARP_ROWS
         bg, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)  # tile 0: most queries
-        b = bg // (H // group)
-        g = bg - b * (H // group)
+        b = divide(bg, divide(H, group))
+        g = bg - b * divide(H, group)
         base = np.int64(b) * T
         n0 = tile * KEYS
         m_start = n0 // QUERIES * QUERIES if CAUSAL else 0
