@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.harness import Bench
 from llmq_nb.core import device as core
-from llmq_nb.kernels import attention, attention_tiles
+from llmq_nb.kernels import attention, attention_hopper, attention_tiles
 from llmq_nb.kernels.attention import Tiles, attention_backward_flops, attention_flops
 
 WARM_UPS, RUNS = 5, 20
@@ -152,9 +152,11 @@ def time_torch(torch: Any, name: str, case: Case) -> None:
         report("backward", name, label, backward, attention_backward_flops(B, T, H, D))
 
 
-def options(D: int, every: bool) -> list[tuple[str, Tiles | None]]:
-    """Labelled tile shapes: the default, and with `every` each candidate."""
+def options(D: int, cc: tuple[int, int], every: bool) -> list[tuple[str, Tiles | None]]:
+    """Labelled tile shapes: the default, mma.sync beside wgmma, and with `every` each candidate."""
     found: list[tuple[str, Tiles | None]] = [("default", None)]
+    if cc == attention_hopper.CC:
+        found = [("wgmma", None), ("mma.sync", attention.default_tiles(D, (8, 0)))]
     if every:
         found += [(str(tiles), tiles) for tiles in attention.candidate_tiles(D)]
     return found
@@ -182,7 +184,7 @@ def main() -> None:
         for name in arguments.case:
             case = cases()[name]
             kept = len(bench.addresses)
-            time_ours(bench, name, case, options(case.D, arguments.tiles))
+            time_ours(bench, name, case, options(case.D, bench.device.cc, arguments.tiles))
             for size in arguments.swath:
                 with swath(size):
                     time_ours(bench, name, case, [(f"swath {size} MiB", None)])

@@ -33,7 +33,14 @@ from typing import Any
 import numpy as np
 
 from llmq_nb.core.dtype import DType
-from llmq_nb.kernels import attention_backward, attention_dkdv, attention_forward, attention_simt
+from llmq_nb.kernels import (
+    attention_backward,
+    attention_dkdv,
+    attention_forward,
+    attention_hopper,
+    attention_hopper_backward,
+    attention_simt,
+)
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
 from llmq_nb.kernels.attention_backward import padded_length
 from llmq_nb.kernels.attention_tiles import Problem, Tile
@@ -52,6 +59,9 @@ class Tiles:
     forward: Tile
     dkdv: Tile
     dq: Tile
+    wgmma_forward: bool = False
+    """Take the sm_90 kernel instead (its tile is fixed by D; causal only)."""
+    wgmma_backward: bool = False
 
 
 def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
@@ -63,14 +73,18 @@ def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
         forward=attention_forward.TILES[D][1 if small else 0],
         dkdv=attention_dkdv.TILES[D][pick],
         dq=attention_backward.TILES[D][pick],
+        wgmma_forward=cc == attention_hopper.CC,
+        wgmma_backward=cc == attention_hopper.CC,
     )
 
 
 def candidate_tiles(D: int) -> list[Tiles]:
     """Every shape of every kernel at least once, for tuning (the kernels are timed one by one)."""
     shapes = attention_forward.TILES[D], attention_dkdv.TILES[D], attention_backward.TILES[D]
-    longest = max(map(len, shapes))
-    return [Tiles(*(kind[min(i, len(kind) - 1)] for kind in shapes)) for i in range(longest)]
+    padded = [
+        [kind[min(i, len(kind) - 1)] for i in range(max(map(len, shapes)))] for kind in shapes
+    ]
+    return [Tiles(*row) for row in zip(*padded, strict=True)]
 
 
 def _tiles(tiles: Tiles | None, D: int) -> Tiles:
@@ -99,7 +113,11 @@ def _forward(
             p.scale,
         )  # fmt: skip
         return
-    tile = _tiles(tiles, p.D).forward
+    chosen = _tiles(tiles, p.D)
+    if chosen.wgmma_forward and p.causal:
+        attention_hopper.forward_launch(out, lse, q, k, v, p, stream)
+        return
+    tile = chosen.forward
     launch = kernel(
         attention_forward.make_attention_forward, attention_forward.SIGNATURE, tile.warps * 32,
         attention_forward.shared_bytes(p.D, tile), Options(min_blocks=tile.blocks),
@@ -142,6 +160,9 @@ def _backward(
     attention_backward.statistics_launch(
         stats, out, dout, lse, B=p.B, T=p.T, H=p.H, D=p.D, stream=stream
     )
+    if chosen.wgmma_backward and p.causal:
+        attention_hopper_backward.backward_launch(gradients, strides, stats, dout, qkv, p, stream)
+        return
     inputs = (*qkv, dout, stats, p.segment_start)
     tile = chosen.dkdv
     launch = kernel(

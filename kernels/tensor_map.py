@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq_nb.core.device import allocate, check, current_device, driver
+from llmq_nb.core.device import allocate, check, current_device, driver, synchronize_stream
 
 MAP_BYTES = 128
 MAPS_PER_DEVICE = 4096
@@ -39,6 +39,7 @@ def tensor_map(
         target = _slots[device.ordinal] + MAP_BYTES * len(known)
         host = _encode(address, extents, strides, box)
         check(driver().cuMemcpyHtoD(target, host.ctypes.data, MAP_BYTES), "copy of a tensor map")
+        synchronize_stream(0)  # the call returns before the bytes are there; other streams go on
         known[key] = target
     return known[key]
 
