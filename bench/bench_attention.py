@@ -21,7 +21,12 @@ import numpy as np
 
 from bench.harness import Bench
 from llmq_nb.core import device as core
-from llmq_nb.kernels import attention, attention_hopper, attention_tiles
+from llmq_nb.kernels import (
+    attention,
+    attention_hopper,
+    attention_hopper_backward,
+    attention_tiles,
+)
 from llmq_nb.kernels.attention import Tiles, attention_backward_flops, attention_flops
 
 WARM_UPS, RUNS = 5, 20
@@ -170,11 +175,25 @@ def swath(mebibytes: int) -> Iterator[None]:
     attention_tiles.SWATH_BYTES = before
 
 
+@contextlib.contextmanager
+def shapes(forward: int, dkdv: int, dq: tuple[int, int]) -> Iterator[None]:
+    """Other warpgroup counts of the wgmma kernels, D = 64."""
+    backward = attention_hopper_backward
+    tables = attention_hopper.CONSUMERS, backward.DKDV_CONSUMERS, backward.DQ_SHAPES
+    before = [table[64] for table in tables]
+    for table, value in zip(tables, (forward, dkdv, dq), strict=True):
+        table[64] = value
+    yield
+    for table, value in zip(tables, before, strict=True):
+        table[64] = value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs="*", default=list(cases()), choices=list(cases()))
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--swath", nargs="*", type=int, default=[])
+    parser.add_argument("--shapes", action="store_true", help="wgmma at D = 64")
     arguments = parser.parse_args()
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -188,6 +207,10 @@ def main() -> None:
             for size in arguments.swath:
                 with swath(size):
                     time_ours(bench, name, case, [(f"swath {size} MiB", None)])
+            if arguments.shapes and case.D == 64:
+                for other in ((2, 2, (2, 128)), (3, 3, (2, 64))):
+                    with shapes(*other):
+                        time_ours(bench, name, case, [(f"shapes {other}", None)])
             for address in bench.addresses[kept:]:
                 core.free(address)
             del bench.addresses[kept:]

@@ -228,7 +228,8 @@ def _describe_inputs(
     q: Any, k: Any, v: Any, segment_start: Any, causal: bool
 ) -> tuple[Array, Array, Array, Problem]:
     """The three arrays and what they say about the problem; ValueError where they do not fit."""
-    dtype = DType.FP32 if "float32" in str(getattr(q, "dtype", "")) else DType.BF16
+    name = str(getattr(q, "dtype", ""))
+    dtype = DType.FP32 if "float32" in name or name == DType.FP32.value else DType.BF16
     q = describe(q, dtype=dtype, shape=(None,) * 4, name="q")
     B, T, H, D = q.shape
     k = describe(k, dtype=dtype, shape=(B, T, None, D), name="k")

@@ -72,13 +72,12 @@ from llmq_nb.kernels.ptx_hopper import (
 
 DKDV_SIGNATURE = (types.uint64,) * 8 + (types.int32,) * 8 + (types.float32,) * 2
 DQ_SIGNATURE = (types.uint64,) * 7 + (types.int32,) * 8 + (types.float32,) * 2
-CONSUMERS = 2
-THREADS = 128 * (CONSUMERS + 1)
-BLOCK_ROWS = 64 * CONSUMERS
+DKDV_CONSUMERS = {64: 3, 128: 2}
+"""Warpgroups of 64 keys, by head_dim: as many as the registers hold."""
+DQ_SHAPES = {64: (3, 64), 128: (2, 64)}
+"""(Warpgroups of 64 queries, keys of a tile), by head_dim."""
 STAGES = 2
 QUERY_TILE = 64
-KEY_TILE = {64: 128, 128: 64}
-"""Keys of a dq tile, by head_dim: as many as the registers hold."""
 ONE = np.float32(1.0)
 
 
@@ -120,8 +119,9 @@ def score_gradients_transposed(dp, s, stats):
             dp[i + 1] = s[i + 1] * (dp[i + 1] - d1)
 
 
-def make_attention_dkdv_hopper(D: int):
+def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
     """Kernel for dK and dV; arguments: addresses, tensor maps, extents."""
+    BLOCK_ROWS = 64 * CONSUMERS
     HALVES = D // 64
     KV_HALF = BLOCK_ROWS * HALF_ROW
     Q_HALF = QUERY_TILE * HALF_ROW
@@ -277,9 +277,9 @@ def make_attention_dkdv_hopper(D: int):
     return attention_dkdv_hopper
 
 
-def make_attention_dq_hopper(D: int):
+def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
     """Kernel for dQ; arguments: addresses, tensor maps, extents."""
-    KEYS = KEY_TILE[D]
+    BLOCK_ROWS = 64 * CONSUMERS
     HALVES = D // 64
     Q_HALF = BLOCK_ROWS * HALF_ROW
     KV_HALF = KEYS * HALF_ROW
@@ -418,14 +418,14 @@ def make_attention_dq_hopper(D: int):
     return attention_dq_hopper
 
 
-def dkdv_shared_bytes(D: int) -> int:
+def dkdv_shared_bytes(D: int, consumers: int) -> int:
     """Dynamic shared memory a block: alignment, K, V, stages of Q, dO and statistics, barriers."""
-    return 1024 + 4 * D * (BLOCK_ROWS + STAGES * QUERY_TILE) + STAGES * 8 * QUERY_TILE + 64
+    return 1024 + 4 * D * (64 * consumers + STAGES * QUERY_TILE) + STAGES * 8 * QUERY_TILE + 64
 
 
-def dq_shared_bytes(D: int) -> int:
+def dq_shared_bytes(D: int, consumers: int, keys: int) -> int:
     """Dynamic shared memory a block: alignment, Q, dO, stages of K and V, barriers."""
-    return 1024 + 4 * D * (BLOCK_ROWS + STAGES * KEY_TILE[D]) + 64
+    return 1024 + 4 * D * (64 * consumers + STAGES * keys) + 64
 
 
 def backward_launch(
@@ -435,6 +435,7 @@ def backward_launch(
     """Write dq, dk, dv from the inputs and `stats` (addresses); causal, bfloat16."""
     q, k, v = qkv
     padded, dout_stride = padded_length(p.T), p.H * p.D * 2
+    scales = p.scale, p.scale * float(LOG2E)
 
     def maps(query_rows: int, key_rows: int) -> tuple[int, int, int, int]:
         return (
@@ -444,31 +445,50 @@ def backward_launch(
             head_map(dout, p.H, dout_stride, query_rows, p),
         )
 
+    consumers = DKDV_CONSUMERS[p.D]
     launch = kernel(
-        make_attention_dkdv_hopper, DKDV_SIGNATURE, THREADS, dkdv_shared_bytes(p.D), OPTIONS, D=p.D
-    )
-    scales = p.scale, p.scale * float(LOG2E)
-    tiles = cdiv(p.T, BLOCK_ROWS)
-    launch(
-        stream, (p.B * p.G * tiles,), gradients[1], gradients[2], *maps(QUERY_TILE, BLOCK_ROWS),
-        stats, p.segment_start, p.B * p.G, p.T, padded, p.H, p.group, tiles,
-        p.swath(2 * p.group), strides[1], *scales,
+        make_attention_dkdv_hopper, DKDV_SIGNATURE, 128 * (consumers + 1),
+        dkdv_shared_bytes(p.D, consumers), OPTIONS, D=p.D, CONSUMERS=consumers,
     )  # fmt: skip
-    launch = kernel(
-        make_attention_dq_hopper, DQ_SIGNATURE, THREADS, dq_shared_bytes(p.D), OPTIONS, D=p.D
-    )
+    tiles = cdiv(p.T, 64 * consumers)
     launch(
-        stream, (p.B * p.H * tiles,), gradients[0], *maps(BLOCK_ROWS, KEY_TILE[p.D]), stats,
+        stream, (p.B * p.G * tiles,), gradients[1], gradients[2],
+        *maps(QUERY_TILE, 64 * consumers), stats, p.segment_start, p.B * p.G, p.T, padded, p.H,
+        p.group, tiles, p.swath(2 * p.group), strides[1], *scales,
+    )  # fmt: skip
+    consumers, keys = DQ_SHAPES[p.D]
+    launch = kernel(
+        make_attention_dq_hopper, DQ_SIGNATURE, 128 * (consumers + 1),
+        dq_shared_bytes(p.D, consumers, keys), OPTIONS, D=p.D, CONSUMERS=consumers, KEYS=keys,
+    )  # fmt: skip
+    tiles = cdiv(p.T, 64 * consumers)
+    launch(
+        stream, (p.B * p.H * tiles,), gradients[0], *maps(64 * consumers, keys), stats,
         p.segment_start, p.B * p.H, p.T, padded, p.H, p.group, tiles, p.swath(2) * p.group,
         strides[0], *scales,
     )  # fmt: skip
 
 
 COMPILE_CASES = [
-    CompileCase(factory, {"D": D}, signature, THREADS, size(D), OPTIONS, only_cc=CC)
-    for factory, signature, size in (
-        (make_attention_dkdv_hopper, DKDV_SIGNATURE, dkdv_shared_bytes),
-        (make_attention_dq_hopper, DQ_SIGNATURE, dq_shared_bytes),
+    CompileCase(
+        make_attention_dkdv_hopper,
+        {"D": D, "CONSUMERS": consumers},
+        DKDV_SIGNATURE,
+        128 * (consumers + 1),
+        dkdv_shared_bytes(D, consumers),
+        OPTIONS,
+        only_cc=CC,
     )
-    for D in (64, 128)
+    for D, consumers in DKDV_CONSUMERS.items()
+] + [
+    CompileCase(
+        make_attention_dq_hopper,
+        {"D": D, "CONSUMERS": consumers, "KEYS": keys},
+        DQ_SIGNATURE,
+        128 * (consumers + 1),
+        dq_shared_bytes(D, consumers, keys),
+        OPTIONS,
+        only_cc=CC,
+    )
+    for D, (consumers, keys) in DQ_SHAPES.items()
 ]
