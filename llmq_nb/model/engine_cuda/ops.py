@@ -20,7 +20,6 @@ from llmq_nb.kernels import (
     elementwise,
     embedding,
     global_norm,
-    qk_norm,
     reduce_loss,
     rmsnorm,
     rmsnorm_backward,
@@ -84,8 +83,9 @@ class CudaOps:
     # ---- embedding, norms ----------------------------------------------------------------------
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         embedding.embedding_forward_launch(
-            x.data, table.data, tokens.data, rows=x.shape[0], C=x.shape[1], **self._common(x)
-        )
+            x.data, tokens.data, table.data, rows=x.shape[0], C=x.shape[1], V=table.shape[0],
+            **self._common(x),
+        )  # fmt: skip
 
     def embedding_backward(
         self, dtable: Tensor, dx: Tensor, tokens: Tensor, order: Tensor, *, accumulate: bool
@@ -140,6 +140,8 @@ class CudaOps:
     def qk_norm(
         self, heads: Tensor, rstd: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor
     ) -> None:
+        from llmq_nb.kernels import qk_norm
+
         qk_norm.qk_norm_forward_launch(
             heads.data, rstd.data, qkv.data, q_weight.data, k_weight.data, rows=qkv.shape[0],
             eps=self.model.norm_eps, **self._heads(), **self._common(qkv),
@@ -158,6 +160,8 @@ class CudaOps:
         *,
         accumulate: bool,
     ) -> None:
+        from llmq_nb.kernels import qk_norm
+
         qk_norm.qk_norm_backward_launch(
             dqkv.data, dq_weight.data, dk_weight.data, dheads.data, qkv.data, q_weight.data,
             k_weight.data, rstd.data, scratch=self._scratch, rows=qkv.shape[0],
