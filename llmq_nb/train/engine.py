@@ -61,6 +61,27 @@ class Engine(Protocol):
 
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None: ...
 
+    @property
+    def tuning(self) -> dict[str, int]:
+        """What was chosen by measurement and must stay for the run's bits; saved with it."""
+        ...
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        ...
+
+
+def make_engine(
+    kind: str, config: Config, model: ModelConfig, tuning: dict[str, int] | None = None
+) -> "Engine":
+    """The engine of a device, "cpu" or "cuda"."""
+    if kind == "cpu":
+        return CpuEngine(config, model)
+    from llmq_nb.train.engine_cuda import CudaEngine
+
+    ordinal = (config.parallel.devices or (0,))[0]
+    return CudaEngine(config, model, ordinal=ordinal, tuning=tuning)
+
 
 class CpuEngine:
     """NumPy: every step runs as it is called."""
@@ -103,6 +124,13 @@ class CpuEngine:
         load(rank, tokens, targets, segment_start, None)
         evaluation_step(self.ranks[:1])
         return float(rank.ops.read(rank.model.head.loss).sum(dtype=np.float64))
+
+    @property
+    def tuning(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        self.tensors.clear()
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
         return self.ranks[0].ops.read(tensor)
