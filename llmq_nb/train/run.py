@@ -7,9 +7,12 @@ loss.png. Evaluation comes before the checkpoint of the same step, so a resumed 
 lines.
 """
 
+import contextlib
 import dataclasses
+import fcntl
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -35,8 +38,13 @@ def run(
 ) -> int:
     """Train until the last step or a signal; returns the exit code (0, or 128 + signal)."""
     check_run(config)
-    with Signals() as signals, Trainer(config, resume=resume) as trainer:
+    with (
+        Signals() as signals,
+        only_run_in(Path(config.out_dir)) as claim,
+        Trainer(config, resume=resume) as trainer,
+    ):
         trainer.make_out_dir()
+        claim()
         for torn in trainer.out_dir.glob(".config.toml.*.tmp"):  # of a start that was killed
             torn.unlink(missing_ok=True)
         with atomic_file(trainer.out_dir / "config.toml") as file:
@@ -65,6 +73,35 @@ def run(
             return signals.exit_code
         leave(trainer, last)
     return 0
+
+
+@contextlib.contextmanager
+def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
+    """Locks the run's folder if it is there, else when the function handed over is called.
+
+    Raises UserError where another process trains in it: two would mix their logs and checkpoints.
+    The kernel drops the lock with the process; where folders cannot be locked there is none.
+    """
+    handles: list[int] = []
+
+    def claim() -> None:
+        if handles or not folder.is_dir():
+            return
+        handles.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        try:
+            fcntl.flock(handles[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            mend = "wait for it, or choose another run.name"
+            raise UserError("another process is training", where=str(folder), mend=mend) from None
+        except OSError:
+            pass
+
+    try:
+        claim()
+        yield claim
+    finally:
+        for handle in handles:
+            os.close(handle)
 
 
 def check_run(config: Config) -> None:

@@ -1,5 +1,7 @@
 """Going on: at the end, for more steps, with another split of the batch, from a named folder."""
 
+import fcntl
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,35 @@ def test_a_damaged_newest_checkpoint_is_passed_over(half: Path, cli: Cli, tmp_pa
     assert hashes(folder / "out/export") == hashes(half / "out/export")
     records = [r for r in read_log(folder / "out") if r["log"] in ("step", "eval")]
     assert [r["step"] for r in records] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+
+
+def test_two_runs_in_one_folder(half: Path, cli: Cli, tmp_path: Path) -> None:
+    folder = copied(half, tmp_path, {"schedule": {"steps": 12}})
+    before = hashes(folder)
+    handle = os.open(folder / "out", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        result = cli("train", "config.toml", cwd=folder)
+    finally:
+        os.close(handle)
+    assert result.code == 2
+    assert "another process is training in out: wait for it" in result.error
+    assert hashes(folder) == before
+    # the first one ends after a real run has taken the folder
+    second = """
+import os, subprocess, sys
+from llmq_nb.train.trainer import Trainer
+step = Trainer.step
+def beside(self):
+    if self.progress.step == 9:
+        command = [sys.executable, "-m", "llmq_nb", "train", "config.toml"]
+        print("second:", subprocess.run(command, capture_output=True, text=True).stderr)
+    return step(self)
+Trainer.step = beside
+"""
+    result = cli("train", "config.toml", cwd=folder, before=second)
+    assert result.code == 0, result.err
+    assert "second: llmq-nb: another process is training in out" in result.out
 
 
 def test_a_dry_run_checks_and_writes_no_step(half: Path, cli: Cli, tmp_path: Path) -> None:
