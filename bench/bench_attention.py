@@ -21,7 +21,12 @@ import numpy as np
 
 from bench.harness import Bench
 from llmq_nb.core import device as core
-from llmq_nb.kernels import attention
+from llmq_nb.kernels import (
+    attention,
+    attention_hopper,
+    attention_hopper_backward,
+    attention_tiles,
+)
 from llmq_nb.kernels.attention import Tiles, attention_backward_flops, attention_flops
 
 WARM_UPS, RUNS = 5, 20
@@ -152,9 +157,11 @@ def time_torch(torch: Any, name: str, case: Case) -> None:
         report("backward", name, label, backward, attention_backward_flops(B, T, H, D))
 
 
-def options(D: int, every: bool) -> list[tuple[str, Tiles | None]]:
-    """Labelled tile shapes: the default, and with `every` each candidate."""
+def options(D: int, cc: tuple[int, int], every: bool) -> list[tuple[str, Tiles | None]]:
+    """Labelled tile shapes: the default, mma.sync beside wgmma, and with `every` each candidate."""
     found: list[tuple[str, Tiles | None]] = [("default", None)]
+    if cc == attention_hopper.CC:
+        found = [("wgmma", None), ("mma.sync", attention.default_tiles(D, (8, 0)))]
     if every:
         found += [(str(tiles), tiles) for tiles in attention.candidate_tiles(D)]
     return found
@@ -162,10 +169,23 @@ def options(D: int, every: bool) -> list[tuple[str, Tiles | None]]:
 
 @contextlib.contextmanager
 def swath(mebibytes: int) -> Iterator[None]:
-    before = attention.SWATH_BYTES
-    attention.SWATH_BYTES = mebibytes << 20
+    before = attention_tiles.SWATH_BYTES
+    attention_tiles.SWATH_BYTES = mebibytes << 20
     yield
-    attention.SWATH_BYTES = before
+    attention_tiles.SWATH_BYTES = before
+
+
+@contextlib.contextmanager
+def shapes(forward: int, dkdv: int, dq: tuple[int, int]) -> Iterator[None]:
+    """Other warpgroup counts of the wgmma kernels, D = 64."""
+    backward = attention_hopper_backward
+    tables = attention_hopper.CONSUMERS, backward.DKDV_CONSUMERS, backward.DQ_SHAPES
+    before = [table[64] for table in tables]
+    for table, value in zip(tables, (forward, dkdv, dq), strict=True):
+        table[64] = value
+    yield
+    for table, value in zip(tables, before, strict=True):
+        table[64] = value
 
 
 def main() -> None:
@@ -173,6 +193,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", default=list(cases()), choices=list(cases()))
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--swath", nargs="*", type=int, default=[])
+    parser.add_argument("--shapes", action="store_true", help="wgmma at D = 64")
     arguments = parser.parse_args()
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -182,10 +203,14 @@ def main() -> None:
         for name in arguments.case:
             case = cases()[name]
             kept = len(bench.addresses)
-            time_ours(bench, name, case, options(case.D, arguments.tiles))
+            time_ours(bench, name, case, options(case.D, bench.device.cc, arguments.tiles))
             for size in arguments.swath:
                 with swath(size):
                     time_ours(bench, name, case, [(f"swath {size} MiB", None)])
+            if arguments.shapes and case.D == 64:
+                for other in ((2, 2, (2, 128)), (3, 3, (2, 64))):
+                    with shapes(*other):
+                        time_ours(bench, name, case, [(f"shapes {other}", None)])
             for address in bench.addresses[kept:]:
                 core.free(address)
             del bench.addresses[kept:]

@@ -224,6 +224,21 @@ def empty_like(
     return DeviceArray(shape, dtype, x.device)
 
 
+def upload_like(x: Array, values: np.ndarray) -> Any:
+    """A new array beside x that holds these host values; returns when they are there."""
+    dtype = next(t for t in DType if t.numpy == values.dtype)
+    out = empty_like(x, shape=values.shape, dtype=dtype)
+    if SIMULATED:
+        out[...] = values
+        return out
+    from llmq_nb.core.device import check, driver
+
+    values = np.ascontiguousarray(values)
+    address = describe(out, dtype=dtype).address
+    check(driver().cuMemcpyHtoD(address, values.ctypes.data, values.nbytes), "copy to the device")
+    return out
+
+
 def current_stream(x: Array) -> int:
     """The stream that x's library works on now, as an integer; 0, the default stream, where it has
     none."""

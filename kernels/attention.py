@@ -33,18 +33,22 @@ from typing import Any
 import numpy as np
 
 from llmq_nb.core.dtype import DType
-from llmq_nb.kernels import attention_backward, attention_dkdv, attention_forward, attention_simt
+from llmq_nb.kernels import (
+    attention_backward,
+    attention_dkdv,
+    attention_forward,
+    attention_hopper,
+    attention_hopper_backward,
+    attention_simt,
+)
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
 from llmq_nb.kernels.attention_backward import padded_length
-from llmq_nb.kernels.attention_tiles import Tile
+from llmq_nb.kernels.attention_tiles import Problem, Tile
 from llmq_nb.kernels.compile import Options
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import SIMULATED
 
 HEAD_DIMS = (64, 128)
-SWATH_BYTES = 32 << 20
-"""Heads whose streamed tensors are together this large are worked on at the same time, so that the
-L2 cache (32 to 96 MB on most cards) holds them."""
 LOG2E = math.log2(math.e)
 
 
@@ -55,34 +59,9 @@ class Tiles:
     forward: Tile
     dkdv: Tile
     dq: Tile
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """Extents, byte strides and options that every launch needs."""
-
-    B: int
-    T: int
-    H: int
-    G: int
-    D: int
-    q_stride: int
-    kv_stride: int
-    segment_start: int
-    causal: bool = True
-    dtype: DType = DType.BF16
-
-    @property
-    def group(self) -> int:
-        return self.H // self.G
-
-    @property
-    def scale(self) -> float:
-        return 1.0 / math.sqrt(self.D)
-
-    def swath(self, streamed_rows: int) -> int:
-        """Heads at a time, if one head streams this many rows of D a token."""
-        return max(1, SWATH_BYTES // (self.T * streamed_rows * self.D * self.dtype.itemsize))
+    wgmma_forward: bool = False
+    """Take the sm_90 kernel instead (its tile is fixed by D; causal only)."""
+    wgmma_backward: bool = False
 
 
 def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
@@ -94,14 +73,18 @@ def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
         forward=attention_forward.TILES[D][1 if small else 0],
         dkdv=attention_dkdv.TILES[D][pick],
         dq=attention_backward.TILES[D][pick],
+        wgmma_forward=cc == attention_hopper.CC,
+        wgmma_backward=cc == attention_hopper.CC,
     )
 
 
 def candidate_tiles(D: int) -> list[Tiles]:
     """Every shape of every kernel at least once, for tuning (the kernels are timed one by one)."""
     shapes = attention_forward.TILES[D], attention_dkdv.TILES[D], attention_backward.TILES[D]
-    longest = max(map(len, shapes))
-    return [Tiles(*(kind[min(i, len(kind) - 1)] for kind in shapes)) for i in range(longest)]
+    padded = [
+        [kind[min(i, len(kind) - 1)] for i in range(max(map(len, shapes)))] for kind in shapes
+    ]
+    return [Tiles(*row) for row in zip(*padded, strict=True)]
 
 
 def _tiles(tiles: Tiles | None, D: int) -> Tiles:
@@ -116,7 +99,7 @@ def _tiles(tiles: Tiles | None, D: int) -> Tiles:
 
 # ---- launches ----------------------------------------------------------------------------------
 def _forward(
-    out: int, lse: int, q: int, k: int, v: int, p: _Problem, tiles: Tiles | None, stream: Any
+    out: int, lse: int, q: int, k: int, v: int, p: Problem, tiles: Tiles | None, stream: Any
 ) -> None:
     if p.dtype is DType.FP32:
         launch = kernel(
@@ -130,7 +113,11 @@ def _forward(
             p.scale,
         )  # fmt: skip
         return
-    tile = _tiles(tiles, p.D).forward
+    chosen = _tiles(tiles, p.D)
+    if chosen.wgmma_forward and p.causal:
+        attention_hopper.forward_launch(out, lse, q, k, v, p, stream)
+        return
+    tile = chosen.forward
     launch = kernel(
         attention_forward.make_attention_forward, attention_forward.SIGNATURE, tile.warps * 32,
         attention_forward.shared_bytes(p.D, tile), Options(min_blocks=tile.blocks),
@@ -145,7 +132,7 @@ def _forward(
 
 def _backward_fp32(
     gradients: tuple[int, int, int], strides: tuple[int, int], inputs: tuple[int, ...],
-    p: _Problem, stream: Any,
+    p: Problem, stream: Any,
 ) -> None:  # fmt: skip
     dq, dk, dv = gradients
     simt = attention_simt
@@ -163,7 +150,7 @@ def _backward_fp32(
 
 def _backward(
     gradients: tuple[int, int, int], strides: tuple[int, int], stats: int, dout: int, out: int,
-    lse: int, qkv: tuple[int, int, int], p: _Problem, tiles: Tiles | None, stream: Any,
+    lse: int, qkv: tuple[int, int, int], p: Problem, tiles: Tiles | None, stream: Any,
 ) -> None:  # fmt: skip
     if p.dtype is DType.FP32:
         _backward_fp32(gradients, strides, (*qkv, dout, out, lse), p, stream)
@@ -173,6 +160,9 @@ def _backward(
     attention_backward.statistics_launch(
         stats, out, dout, lse, B=p.B, T=p.T, H=p.H, D=p.D, stream=stream
     )
+    if chosen.wgmma_backward and p.causal:
+        attention_hopper_backward.backward_launch(gradients, strides, stats, dout, qkv, p, stream)
+        return
     inputs = (*qkv, dout, stats, p.segment_start)
     tile = chosen.dkdv
     launch = kernel(
@@ -210,7 +200,7 @@ def attention_launch(
 ) -> None:  # fmt: skip
     """Write out and lse from packed qkv (device addresses; segment_start 0: one document)."""
     stride = (H + 2 * G) * D * dtype.itemsize
-    problem = _Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
+    problem = Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
     _forward(out, lse, *_packed(qkv, H, G, D, dtype), problem, tiles, stream)
 
 
@@ -221,7 +211,7 @@ def attention_backward_launch(
 ) -> None:  # fmt: skip
     """Write dqkv, packed like qkv. stats: attention_scratch_bytes of scratch (bfloat16 only)."""
     stride = (H + 2 * G) * D * dtype.itemsize
-    problem = _Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
+    problem = Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
     _backward(
         _packed(dqkv, H, G, D, dtype), (stride, stride), stats, dout, out, lse,
         _packed(qkv, H, G, D, dtype), problem, tiles, stream,
@@ -236,9 +226,10 @@ def attention_scratch_bytes(B: int, T: int, H: int) -> int:
 # ---- users -------------------------------------------------------------------------------------
 def _describe_inputs(
     q: Any, k: Any, v: Any, segment_start: Any, causal: bool
-) -> tuple[Array, Array, Array, _Problem]:
+) -> tuple[Array, Array, Array, Problem]:
     """The three arrays and what they say about the problem; ValueError where they do not fit."""
-    dtype = DType.FP32 if "float32" in str(getattr(q, "dtype", "")) else DType.BF16
+    name = str(getattr(q, "dtype", ""))
+    dtype = DType.FP32 if "float32" in name or name == DType.FP32.value else DType.BF16
     q = describe(q, dtype=dtype, shape=(None,) * 4, name="q")
     B, T, H, D = q.shape
     k = describe(k, dtype=dtype, shape=(B, T, None, D), name="k")
@@ -255,7 +246,7 @@ def _describe_inputs(
         starts = describe(segment_start, dtype=DType.INT32, shape=(B, T), name="segment_start")
         start = starts.address
     row = D * dtype.itemsize
-    return q, k, v, _Problem(B, T, H, G, D, H * row, G * row, start, causal, dtype)
+    return q, k, v, Problem(B, T, H, G, D, H * row, G * row, start, causal, dtype)
 
 
 def forward(

@@ -25,6 +25,7 @@ from llmq_nb.kernels.attention_tiles import (
     a_address,
     b_address,
     block_order,
+    divide,
     first_key,
     make_accumulate,
     make_clear,
@@ -93,9 +94,9 @@ def make_attention_statistics(D: int):
     def attention_statistics(stats, out, dout, lse, rows, T, padded, H):
         i = cuda.blockIdx.x * STATISTICS_THREADS + cuda.threadIdx.x
         row = i // LANES  # (b, t, h), t < padded
-        bt = row // H
+        bt = divide(row, H)
         h = row - bt * H
-        b = bt // padded
+        b = divide(bt, padded)
         t = bt - b * padded
         exists = row < rows and t < T
         delta = ZERO
@@ -153,7 +154,7 @@ def make_attention_dq(D: int, QUERIES: int, KEYS: int, WARPS: int, STAGES: int, 
         lane = tid & 31
         warp_row = (tid >> 5) * WARP_ROWS
         bh, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)
-        b = bh // H
+        b = divide(bh, H)
         h = bh - b * H
         base = np.int64(b) * T
         m0 = (tiles - 1 - tile) * QUERIES  # the longest rows first
@@ -172,7 +173,7 @@ def make_attention_dq(D: int, QUERIES: int, KEYS: int, WARPS: int, STAGES: int, 
             dout + ((base + m0 + row) * H + h) * ROW + chunk * 16,
             q_stride, H * ROW, T - m0 - row,
         )  # fmt: skip
-        at = (base + row) * kv_stride + (h // group * ROW + chunk * 16)
+        at = (base + row) * kv_stride + (divide(h, group) * ROW + chunk * 16)
         kg = k + at
         vg = v + at
         step = n * KEYS * kv_stride

@@ -21,7 +21,7 @@ from llmq_nb.kernels.attention_tiles import (
     a_address,
     b_address,
     block_order,
-    first_key,
+    divide,
     make_accumulate,
     make_clear,
     make_copy_rows,
@@ -128,12 +128,13 @@ def make_attention_dkdv(D: int, QUERIES: int, KEYS: int, WARPS: int, STAGES: int
         lane = tid & 31
         warp_row = (tid >> 5) * WARP_ROWS
         bg, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)  # tile 0: most queries
-        b = bg // (H // group)
-        g = bg - b * (H // group)
+        b = divide(bg, divide(H, group))
+        g = bg - b * divide(H, group)
         base = np.int64(b) * T
         n0 = tile * KEYS
         m_start = n0 // QUERIES * QUERIES if CAUSAL else 0
         m_end = queries_end(segment_start, base, min(n0 + KEYS, T) - 1, T)
+        open_end = queries_end(segment_start, base, n0, T)  # queries before it see every key
         total = (m_end - m_start + QUERIES - 1) // QUERIES * group
 
         chunk = tid % CHUNKS
@@ -188,8 +189,7 @@ def make_attention_dkdv(D: int, QUERIES: int, KEYS: int, WARPS: int, STAGES: int
             here = stage * STAGE
             scores(s, a, key_a, query_b + here)
             scores(dp, a, key_a + KEYS * ROW, query_b + LATER + here)
-            newest = first_key(segment_start, base + min(m0 + QUERIES, T) - 1)
-            if (CAUSAL and m0 < n0 + KEYS) or n0 < newest:
+            if (CAUSAL and m0 < n0 + KEYS) or min(m0 + QUERIES, T) > open_end:
                 key = n0 + warp_row + (lane >> 2)
                 mask(s, segment_start, base, key, m0 + ((lane & 3) << 1), T)
             probabilities(s, dp, sl + stage * 8 * QUERIES + ((lane & 3) << 3), scale_log2)

@@ -24,6 +24,7 @@ from llmq_nb.kernels.attention_tiles import (
     a_address,
     b_address,
     block_order,
+    divide,
     first_key,
     make_accumulate,
     make_clear,
@@ -131,7 +132,7 @@ def make_attention_forward(D: int, QUERIES: int, KEYS: int, WARPS: int, CAUSAL: 
         lane = tid & 31
         warp_row = (tid >> 5) * WARP_ROWS
         bh, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)
-        b = bh // H
+        b = divide(bh, H)
         h = bh - b * H
         base = np.int64(b) * T
         m0 = (tiles - 1 - tile) * QUERIES  # the longest rows first
@@ -146,8 +147,8 @@ def make_attention_forward(D: int, QUERIES: int, KEYS: int, WARPS: int, CAUSAL: 
         row = tid // CHUNKS
         own = row * ROW + ((chunk ^ (row & 7)) << 4)
         qg = q + (base + m0 + row) * q_stride + (h * ROW + chunk * 16)
-        kg = k + (base + row) * kv_stride + (h // group * ROW + chunk * 16)
-        vg = v + (base + row) * kv_stride + (h // group * ROW + chunk * 16)
+        kg = k + (base + row) * kv_stride + (divide(h, group) * ROW + chunk * 16)
+        vg = v + (base + row) * kv_stride + (divide(h, group) * ROW + chunk * 16)
         load_queries(sq + own, qg, q_stride, T - m0 - row)
         load_edge(sk + own, kg + n * KEYS * kv_stride, kv_stride, T - n * KEYS - row)
         cp_commit()

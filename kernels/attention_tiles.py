@@ -9,11 +9,13 @@ Documents      segment_start is int32 [B, T], not decreasing along T; address 0 
                Only tiles that a document border crosses are masked by it, tiles outside skipped.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda
 
+from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.ptx import (
     bf16x2,
     cp16,
@@ -35,6 +37,9 @@ MASKED = np.float32(-1e30)
 FIRST_MAXIMUM = np.float32(-1e20)
 LOG2E = np.float32(1.4426950408889634)
 LN2 = np.float32(0.6931471805599453)
+SWATH_BYTES = 32 << 20
+"""Heads whose streamed tensors are together this large are worked on at the same time, so that the
+L2 cache (32 to 96 MB on most cards) holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +54,50 @@ class Tile:
     """Blocks a multiprocessor should hold at least, which limits registers; 0: as it comes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Extents, byte strides and options that every launch needs."""
+
+    B: int
+    T: int
+    H: int
+    G: int
+    D: int
+    q_stride: int
+    kv_stride: int
+    segment_start: int
+    causal: bool = True
+    dtype: DType = DType.BF16
+
+    @property
+    def group(self) -> int:
+        return self.H // self.G
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.D)
+
+    def swath(self, streamed_rows: int) -> int:
+        """Heads at a time, if one head streams this many rows of D a token."""
+        return max(1, SWATH_BYTES // (self.T * streamed_rows * self.D * self.dtype.itemsize))
+
+
 # ---- which work a block does -------------------------------------------------------------------
+@cuda.jit(device=True)
+def divide(a, b):
+    """a // b of small non-negative integers. Numba's int64 division is a subroutine, beside which
+    ptxas serialises wgmma and ignores setmaxnreg."""
+    return np.int64(np.uint32(a) // np.uint32(b))
+
+
 @cuda.jit(device=True)
 def block_order(index, heads, tiles, swath):
     """(head, tile) of a block. `swath` heads, whose tensors stay in the L2 cache together, go tile
     by tile (0 first: the longest) with the head varying fastest; then the next swath."""
-    first = index // (swath * tiles) * swath
+    first = divide(index, swath * tiles) * swath
     rest = index - first * tiles
     width = min(swath, heads - first)
-    tile = rest // width
+    tile = divide(rest, width)
     return first + (rest - tile * width), tile
 
 

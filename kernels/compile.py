@@ -177,6 +177,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _whole_program(options: Options) -> bool:
+    """Whether to link from LTO-IR (see to_ltoir). The cluster size exists in the PTX only."""
+    return options.arch_specific and options.cluster == 1
+
+
 def cache_key(
     function: Callable[..., None],
     signature: tuple[Any, ...],
@@ -191,6 +196,7 @@ def cache_key(
         threads,
         cc,
         asdict(options),
+        _whole_program(options),
         _versions(),
     ]
     return hashlib.sha256(json.dumps(blob, sort_keys=True).encode()).hexdigest()[:32]
@@ -311,8 +317,29 @@ def to_ptx(
     return ptx
 
 
+def to_ltoir(
+    function: Callable[..., None],
+    signature: tuple[Any, ...],
+    threads: int,
+    cc: tuple[int, int],
+    options: Options,
+) -> bytes:
+    """LTO-IR of an arch_specific kernel. From PTX, nvJitLink compiles for later linking, where
+    ptxas ignores setmaxnreg and then serialises wgmma (C7504, C7512); from LTO-IR it compiles the
+    whole program."""
+    from numba import cuda
+
+    with _without_gpu(cc):
+        ltoir, _ = cuda.compile(
+            function, signature, device=False, abi="numba", cc=(*cc, "a"),
+            fastmath=options.fastmath, launch_bounds=(threads, options.min_blocks or 1),
+            output="ltoir",
+        )  # fmt: skip
+    return bytes(ltoir)
+
+
 def _resources(ptx: str, log: str) -> Resources:
-    used = re.search(r"used (\d+) registers", log)
+    used = re.search(r"[Uu]sed (\d+) registers", log)
     frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
     if not used or not frame:
         raise RuntimeError(f"nvJitLink reported no resources: {log}")
@@ -323,13 +350,16 @@ def _resources(ptx: str, log: str) -> Resources:
     return Resources(int(used[1]), int(frame[1]), int(frame[2]), sum(map(int, shared)), warnings)
 
 
-def to_cubin(ptx: str, arch: str) -> tuple[bytes, Resources]:
-    """Machine code for one target, from nvJitLink. RuntimeError with ptxas's message if it
-    refuses."""
+def to_cubin(ptx: str, arch: str, ltoir: bytes | None = None) -> tuple[bytes, Resources]:
+    """Machine code for one target, from nvJitLink: of the LTO-IR if given, else of the PTX.
+    RuntimeError with ptxas's message if it refuses."""
     from cuda.core import Linker, LinkerOptions, ObjectCode  # pyright: ignore
 
-    options = LinkerOptions(arch=arch, verbose=True, ptxas_options=["-v"])
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
+    options = LinkerOptions(
+        arch=arch, verbose=True, ptxas_options=["-v"], link_time_optimization=ltoir is not None
+    )
+    code = ObjectCode.from_ptx(ptx.encode()) if ltoir is None else ObjectCode.from_ltoir(ltoir)
+    linker = Linker(code, options=options)
     try:
         cubin = linker.link("cubin").code
     except Exception as error:
@@ -369,14 +399,20 @@ def compile_kernel(
     start = time.perf_counter()
     ptx = to_ptx(function, signature, threads, cc, options)
     middle = time.perf_counter()
-    cubin, resources = to_cubin(ptx, arch_of(cc, options))
-    if any("C7513" in warning or "C7510" in warning for warning in resources.warnings):
+    ltoir = None
+    if _whole_program(options):
+        ltoir = to_ltoir(function, signature, threads, cc, options)
+    cubin, resources = to_cubin(ptx, arch_of(cc, options), ltoir)
+    if any("wgmma" in warning or "setmaxnreg" in warning for warning in resources.warnings):
         raise RuntimeError(f"{name}: ptxas serialised the wgmma: {resources.warnings}")
-    entry = re.search(r"\.entry\s+([\w$]+)", ptx)
-    assert entry
+    found = re.search(r"\.entry\s+([\w$]+)", ptx)
+    if ltoir is not None:  # the mangled name counts compilations
+        found = re.search(r"\.text\.([\w$]+)", cubin.decode("latin-1"))
+    assert found
+    entry = found[1]
     seconds = {"numba_seconds": middle - start, "link_seconds": time.perf_counter() - middle}
-    result = Compiled(name=name, cubin=cubin, entry=entry[1], resources=resources, **seconds)
-    meta = {"entry": entry[1], "sha256": hashlib.sha256(cubin).hexdigest(), **seconds}
+    result = Compiled(name=name, cubin=cubin, entry=entry, resources=resources, **seconds)
+    meta = {"entry": entry, "sha256": hashlib.sha256(cubin).hexdigest(), **seconds}
     meta["resources"] = asdict(replace(resources, warnings=()))
     meta["resources"].pop("warnings")
     meta["warnings"] = resources.warnings

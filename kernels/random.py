@@ -18,13 +18,12 @@ Source    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", sec
           Random123.
 """
 
-import enum
-
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from numba import cuda
 
+from llmq_nb.core.rng import Purpose  # noqa: F401  kernels take it from here
 from llmq_nb.kernels.ptx import f2u, high32, low32, mulhi, mullo, prmt, xor3
 
 M0, M1 = np.uint32(0xD2511F53), np.uint32(0xCD9E8D57)  # multipliers of the two lanes
@@ -34,16 +33,6 @@ LOW_HALF, HALF_BITS = np.uint32(0xFFFF), np.uint32(16)
 EXPONENT = np.uint32(0x7F800000)
 ZERO_BITS = np.uint32(0)
 PACK_HIGH = np.uint32(0x7632)  # prmt: high half of the first, high half of the second
-
-
-class Purpose(enum.IntEnum):
-    """Second word of the key: what the bits are for, so that no two uses share any."""
-
-    MASTER = 0
-    M = 1
-    V = 2
-    GRADIENT = 3
-    INIT = 4
 
 
 @cuda.jit(device=True)

@@ -130,6 +130,8 @@ class OptimizerConfig:
     """Storage of the second moment."""
 
     def __post_init__(self) -> None:
+        ok = self.epsilon > 0  # a row without a gradient would become 0 / 0
+        check(ok, f"{self.epsilon}", "optimizer.epsilon", "must be above 0")
         for key in ("learning_rate", "epsilon", "weight_decay", "z_loss"):
             value = getattr(self, key)
             ok = value >= 0 and math.isfinite(value)

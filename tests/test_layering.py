@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"config"},
     "model": {"kernels", "config"},
     "io": {"model", "config"},
-    "plan": {"model", "config"},
+    "plan": {"model", "kernels", "config"},
     "comm": {"kernels", "config"},
     "offload": {"kernels", "config"},
     "train": {"comm", "kernels", "config", "config_file"} | SERVICES,

@@ -27,7 +27,7 @@ def command() -> None:
         click.echo("no NVIDIA GPU or driver: training runs on the cpu")
         return
     click.echo(f"NVIDIA driver for CUDA {driver.cuda}: {', '.join(driver.devices)}")
-    missing = missing_packages()
+    missing = missing_packages(driver)
     if missing:
         click.echo(f"missing for the GPU: {', '.join(missing)}: pip install -e '.[{driver.extra}]'")
 

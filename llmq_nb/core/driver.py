@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import importlib.util
+from importlib.metadata import version
 
 LIBRARY = "libcuda.so.1"
 CUDA_13_DRIVER = 13000
@@ -24,6 +25,10 @@ class Driver:
         return f"{self.cuda_version // 1000}.{self.cuda_version % 1000 // 10}"
 
     @property
+    def major(self) -> int:
+        return self.cuda_version // 1000
+
+    @property
     def extra(self) -> str:
         """The extra of this package that goes with the driver."""
         return "cu13" if self.cuda_version >= CUDA_13_DRIVER else "cu12"
@@ -40,8 +45,8 @@ def find_driver(library: str = LIBRARY) -> Driver | None:
 def _ask(cuda: ctypes.CDLL) -> Driver | None:
     if cuda.cuInit(0) != 0:
         return None
-    version, count = ctypes.c_int(), ctypes.c_int()
-    if cuda.cuDriverGetVersion(ctypes.byref(version)) != 0:
+    newest, count = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuDriverGetVersion(ctypes.byref(newest)) != 0:
         return None
     if cuda.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
         return None
@@ -51,11 +56,11 @@ def _ask(cuda: ctypes.CDLL) -> Driver | None:
         ok = cuda.cuDeviceGet(ctypes.byref(device), index) == 0
         ok = ok and cuda.cuDeviceGetName(name, len(name), device) == 0
         names.append(name.value.decode(errors="replace") if ok else "unknown GPU")
-    return Driver(version.value, tuple(names))
+    return Driver(newest.value, tuple(names))
 
 
-def missing_packages() -> list[str]:
-    """Packages for the GPU that are not installed."""
+def missing_packages(driver: Driver) -> list[str]:
+    """Packages for the GPU that are not installed, or are of a newer CUDA than the driver's."""
 
     def found(name: str) -> bool:
         try:
@@ -63,4 +68,8 @@ def missing_packages() -> list[str]:
         except ModuleNotFoundError:  # its parent is missing
             return False
 
-    return [name for name in PACKAGES if not found(name)]
+    missing = [name for name in PACKAGES if not found(name)]
+    bindings = "cuda-bindings"
+    if PACKAGES[0] not in missing and int(version(bindings).partition(".")[0]) > driver.major:
+        missing.append(f"{bindings} {driver.major}")
+    return missing

@@ -16,7 +16,7 @@ class Pinned:
         self.nbytes = nbytes
         self.address = int(check(driver().cuMemHostAlloc(nbytes, 0), f"pinning {nbytes} bytes"))
         memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
-        self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.bytes: NDArray[np.uint8] = np.ctypeslib.as_array(memory)
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """A view from a byte offset on."""

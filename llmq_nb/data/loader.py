@@ -191,7 +191,8 @@ def eval_batches(
 ) -> Iterator[EvalBatch]:
     """Every window of the store once, in order; or `limit` batches drawn from all of it.
 
-    The draw is always the same. The rows that fill up the last batch are padding: target -100 everywhere.
+    The draw is always the same. The rows that fill up the last batch are padding: target -100
+    everywhere.
     """
     plan = Packing(store, seq_len, packing)
     shape = (micro_batch, seq_len)

@@ -127,7 +127,7 @@ def _stretched(factor: float) -> Llama3Rope:
 PRESETS: dict[str, ModelConfig] = {
     # Ours: learns Python source on two CPU cores in minutes. Byte tokenizer, its end of text 256.
     "quickstart": _model(
-        "qwen2", 192, 512, 4, 6, 2, 32, V=259, tied=True, max_position=1024, eos_ids=(256,)
+        "qwen2", 192, 512, 4, 3, 1, 64, V=259, tied=True, max_position=1024, eos_ids=(256,)
     ),
     # Checkpoints Qwen/Qwen2.5-<size> (base). The vocabulary is padded to 151936 or 152064 there.
     "qwen2.5-0.5b": _model("qwen2", 896, 4864, 24, 14, 2, 64, **_QWEN25_SMALL),

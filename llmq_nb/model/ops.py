@@ -53,7 +53,9 @@ class Scalars:
 class Ops(Protocol):
     """One rank's operations, in stream order."""
 
-    scalars: Scalars
+    def set_scalars(self, scalars: Scalars) -> None:
+        """The values that the following operations use. (Recorded steps get theirs by copies.)"""
+        ...
 
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         """x[n] = table[tokens[n]]. x: (N, C), table: (V, C)."""
@@ -181,7 +183,7 @@ class Ops(Protocol):
         ...
 
     def global_norm(self, norms: Tensor, total: Tensor, grads: list[Tensor]) -> None:
-        """norms[i] = |grads[i]|^2; total = (norm, clip factor, 1 if finite else 0). Fixed order."""
+        """norms[i] = |grads[i]|; total = (norm, clip factor, 1 if finite else 0). Fixed order."""
         ...
 
     def adamw(

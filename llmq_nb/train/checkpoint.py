@@ -169,15 +169,8 @@ def checkpoint_bytes(parts: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES
 
 
 def check_out_dir(root: Path, nbytes: int) -> None:
-    """Before a run: raise UserError where `root` cannot be written or has less than nbytes free."""
-    # before a folder is made
-    free = shutil.disk_usage(next(p for p in (root, *root.absolute().parents) if p.exists())).free
-    if nbytes > free:
-        raise UserError(
-            f"too little disk: checkpoints need {_size(nbytes)}, {_size(free)} are free",
-            where=str(root),
-            mend="free some, set run.out_dir to another disk or keep fewer (checkpoint.keep)",
-        )
+    """Before a run: make `root` and raise UserError where it cannot be written or is too full."""
+    check_space(root, nbytes)
     root = make_folder(root)
     try:
         with claim(root / f".staging-0-{os.getpid()}"):
@@ -185,6 +178,17 @@ def check_out_dir(root: Path, nbytes: int) -> None:
         remove_leftovers(root)
     except OSError as error:
         raise UserError(f"cannot write to {root}", mend=error.strerror or str(error)) from None
+
+
+def check_space(root: Path, nbytes: int) -> None:
+    """Raise UserError where less than nbytes are free; makes nothing."""
+    free = shutil.disk_usage(next(p for p in (root, *root.absolute().parents) if p.exists())).free
+    if nbytes > free:
+        raise UserError(
+            f"too little disk: checkpoints need {_size(nbytes)}, {_size(free)} are free",
+            where=str(root),
+            mend="free some, set run.out_dir to another disk or keep fewer (checkpoint.keep)",
+        )
 
 
 def make_folder(path: Path) -> Path:

@@ -14,6 +14,7 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.ops import Scalars
 from llmq_nb.plan.buffers import make_plan
+from llmq_nb.train.eager import Kind
 from llmq_nb.train.rank import Rank, State, allocate, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
 
@@ -34,6 +35,8 @@ class StepResult:
 
 class Engine(Protocol):
     """One run's memory and work on its device."""
+
+    kind: Kind
 
     @property
     def states(self) -> list[State]:
@@ -58,9 +61,32 @@ class Engine(Protocol):
 
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None: ...
 
+    @property
+    def tuning(self) -> dict[str, int]:
+        """What was chosen by measurement and must stay for the run's bits; saved with it."""
+        ...
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        ...
+
+
+def make_engine(
+    kind: str, config: Config, model: ModelConfig, tuning: dict[str, int] | None = None
+) -> "Engine":
+    """The engine of a device, "cpu" or "cuda"."""
+    if kind == "cpu":
+        return CpuEngine(config, model)
+    from llmq_nb.train.engine_cuda import CudaEngine
+
+    ordinal = (config.parallel.devices or (0,))[0]
+    return CudaEngine(config, model, ordinal=ordinal, tuning=tuning)
+
 
 class CpuEngine:
     """NumPy: every step runs as it is called."""
+
+    kind: Kind = "cpu"
 
     def __init__(self, config: Config, model: ModelConfig) -> None:
         self.config, self.model = config, model
@@ -79,7 +105,7 @@ class CpuEngine:
         for m in range(batch.tokens.shape[0]):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
             for r, rank in enumerate(self.ranks):
-                rank.ops.scalars = scalars
+                rank.ops.set_scalars(scalars)
                 load(
                     rank,
                     batch.tokens[m, r],
@@ -98,6 +124,13 @@ class CpuEngine:
         load(rank, tokens, targets, segment_start, None)
         evaluation_step(self.ranks[:1])
         return float(rank.ops.read(rank.model.head.loss).sum(dtype=np.float64))
+
+    @property
+    def tuning(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        self.tensors.clear()
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
         return self.ranks[0].ops.read(tensor)

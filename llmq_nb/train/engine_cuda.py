@@ -17,7 +17,7 @@ functions are called each time: the same launches in the same order, so the same
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from llmq_nb.core.device import (
     check,
     create_event,
     create_stream,
+    current_device,
     driver,
     free,
     open_device,
@@ -47,8 +48,9 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.ops import CudaOps
 from llmq_nb.model.engine_cuda.scalars import pack_scalars
 from llmq_nb.model.ops import Scalars
-from llmq_nb.plan.buffers import Plan, make_plan
+from llmq_nb.plan.buffers import Group, Plan, make_plan
 from llmq_nb.plan.workspace import workspace_buffers
+from llmq_nb.train.eager import Kind
 from llmq_nb.train.engine import StepResult, result, step_scalars
 from llmq_nb.train.rank import State, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
@@ -64,6 +66,8 @@ class CudaEngine:
 
     tuning: the products' choices of an earlier start of the run.
     """
+
+    kind: Kind = "cuda"
 
     def __init__(
         self,
@@ -165,6 +169,27 @@ class CudaEngine:
         if graph is None:
             graph = self._graphs[name] = capture(self.stream, work, name=name)
         graph.launch(self.stream)
+
+
+def allocate_cuda(
+    config: Config, model: ModelConfig, groups: frozenset[Group], shared: Mapping[str, Tensor]
+) -> tuple[CudaOps, dict[str, Tensor], Callable[[], None]]:
+    """Memory and operations of an eager rank on the current GPU, and what frees the memory."""
+    device = current_device()
+    plan = make_plan(config, model, groups, extra=workspace_buffers(config, model))
+    _check_memory(plan, device)
+    base = allocate(plan.total)
+    check(driver().cuMemsetD8(base, 0, plan.total), "clearing device memory")
+    check(driver().cuCtxSynchronize(), "clearing device memory")
+    tensors = _tensors(plan, base) | dict(shared)
+    ops = CudaOps(config, model, tensors, device=device, stream=int(create_stream()))
+    ops.write_tables()
+
+    def close() -> None:
+        synchronize_stream(ops.stream)
+        free(base)
+
+    return ops, tensors, close
 
 
 def _check_memory(plan: Plan, device: Device) -> None:

@@ -9,11 +9,13 @@ from llmq_nb.config import Config, MemoryConfig
 from llmq_nb.core.rounding import to_float32
 from llmq_nb.data.packing import IGNORE
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.model.engine_cpu import CpuOps
-from llmq_nb.plan.buffers import TRAINING, make_plan
+from llmq_nb.model.ops import Scalars
+from llmq_nb.plan.buffers import TRAINING
+from llmq_nb.train.eager import make_eager
 from llmq_nb.train.engine import Engine, load_with_order
-from llmq_nb.train.rank import allocate, make_rank
 from llmq_nb.train.step import micro_step
+
+GROUPS = TRAINING - {"master", "m", "v", "weights"}
 
 
 def loss_and_gradients(
@@ -44,22 +46,19 @@ def loss_and_gradients(
         batch=dataclasses.replace(config.batch, micro_batch=B, seq_len=T, grad_accumulation=1),
         memory=MemoryConfig(),
     )
-    plan = make_plan(shaped, model, TRAINING - {"master", "m", "v", "weights"})
-    tensors = allocate(plan)
-    for state in engine.states:
-        tensors[state.weight.name] = state.weight
-    ops = CpuOps(model, config.optimizer, seq_len=T, seed=config.run.seed)
-    supervised = int(np.count_nonzero(labels != IGNORE))
-    ops.scalars.inv_supervised = 1.0 / supervised
-    rank = make_rank(shaped, model, tensors, ops)
-    load_with_order(rank, inputs, labels, starts)
-    micro_step([rank], first=True)
-    gradients = {}
-    for state in engine.states:
-        p = state.parameter
-        array = to_float32(ops.read(tensors[f"gradients/{p.name}"]))
-        gradients |= {view.hf_name: array[view.start : view.stop] for view in p.views}
-    return float(ops.read(rank.model.head.total)[0]), gradients
+    weights = {state.weight.name: state.weight for state in engine.states}
+    with make_eager(engine.kind, shaped, model, GROUPS, weights) as eager:
+        rank, ops = eager.rank, eager.rank.ops
+        supervised = int(np.count_nonzero(labels != IGNORE))
+        ops.set_scalars(Scalars(inv_supervised=1.0 / supervised))
+        load_with_order(rank, inputs, labels, starts)
+        micro_step([rank], first=True)
+        gradients = {}
+        for state in engine.states:
+            p = state.parameter
+            array = to_float32(ops.read(eager.tensors[f"gradients/{p.name}"]))
+            gradients |= {view.hf_name: array[view.start : view.stop] for view in p.views}
+        return float(ops.read(rank.model.head.total)[0]), gradients
 
 
 def _check(model: ModelConfig, tokens: NDArray, targets: NDArray, starts: NDArray) -> None:

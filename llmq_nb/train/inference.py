@@ -30,12 +30,11 @@ from llmq_nb.data.loader import EvalBatch
 from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config
 from llmq_nb.io.weights import load_weights
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.parameters import Parameter, model_parameters
-from llmq_nb.plan.buffers import INFERENCE, make_plan
+from llmq_nb.plan.buffers import INFERENCE
 from llmq_nb.train.checkpoint import latest_checkpoint, read_checkpoint
+from llmq_nb.train.eager import Kind, make_eager
 from llmq_nb.train.engine import load
-from llmq_nb.train.rank import allocate, make_rank
 from llmq_nb.train.snapshot import fused, saved_model
 from llmq_nb.train.step import evaluation_step
 
@@ -98,9 +97,10 @@ class Inference:
         base: Config,
         weights: Mapping[str, Tensor] | None = None,
         arrays: Arrays | None = None,
+        kind: Kind = "cpu",
     ) -> None:
         """base: the config whose precision and seed are used. weights: tensors to share by name, or
-        arrays: to copy."""
+        arrays: to copy. kind: the device, that of shared weights."""
         config = dataclasses.replace(
             base,
             batch=BatchConfig(micro_batch=micro_batch, seq_len=seq_len),
@@ -111,12 +111,11 @@ class Inference:
         )
         self.config, self.model = config, model
         groups = INFERENCE if weights is None else INFERENCE - {"weights"}
-        tensors = allocate(make_plan(config, model, groups))
-        tensors |= {f"weights/{name}": tensor for name, tensor in (weights or {}).items()}
-        self.ops = CpuOps(model, config.optimizer, seq_len=seq_len, seed=config.run.seed)
+        shared = {f"weights/{name}": tensor for name, tensor in (weights or {}).items()}
+        self.eager = make_eager(kind, config, model, groups, shared)
+        self.rank, self.ops = self.eager.rank, self.eager.rank.ops
         for parameter, array in arrays or ():
-            self.ops.write(tensors[f"weights/{parameter.name}"], array)
-        self.rank = make_rank(config, model, tensors, self.ops)
+            self.ops.write(self.eager.tensors[f"weights/{parameter.name}"], array)
 
     def loss(self, batches: Iterator[EvalBatch]) -> tuple[float, int]:
         """(mean loss over the supervised tokens, their number)."""

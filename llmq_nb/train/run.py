@@ -7,9 +7,12 @@ loss.png. Evaluation comes before the checkpoint of the same step, so a resumed 
 lines.
 """
 
+import contextlib
 import dataclasses
+import fcntl
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +24,6 @@ from llmq_nb.report.console import Console, announce
 from llmq_nb.report.jsonl import JsonlLog, read_log
 from llmq_nb.report.metrics import StepMetrics
 from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
-from llmq_nb.train.checkpoint import make_folder
 from llmq_nb.train.inference import Inference
 from llmq_nb.train.signals import Signals
 from llmq_nb.train.trainer import Trainer
@@ -36,8 +38,13 @@ def run(
 ) -> int:
     """Train until the last step or a signal; returns the exit code (0, or 128 + signal)."""
     check_run(config)
-    with Signals() as signals, Trainer(config, resume=resume) as trainer:
-        make_folder(trainer.out_dir)
+    with (
+        Signals() as signals,
+        only_run_in(Path(config.out_dir)) as claim,
+        Trainer(config, resume=resume) as trainer,
+    ):
+        trainer.make_out_dir()
+        claim()
         for torn in trainer.out_dir.glob(".config.toml.*.tmp"):  # of a start that was killed
             torn.unlink(missing_ok=True)
         with atomic_file(trainer.out_dir / "config.toml") as file:
@@ -66,6 +73,35 @@ def run(
             return signals.exit_code
         leave(trainer, last)
     return 0
+
+
+@contextlib.contextmanager
+def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
+    """Locks the run's folder if it is there, else when the function handed over is called.
+
+    Raises UserError where another process trains in it: two would mix their logs and checkpoints.
+    The kernel drops the lock with the process; where folders cannot be locked there is none.
+    """
+    handles: list[int] = []
+
+    def claim() -> None:
+        if handles or not folder.is_dir():
+            return
+        handles.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        try:
+            fcntl.flock(handles[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            mend = "wait for it, or choose another run.name"
+            raise UserError("another process is training", where=str(folder), mend=mend) from None
+        except OSError:
+            pass
+
+    try:
+        claim()
+        yield claim
+    finally:
+        for handle in handles:
+            os.close(handle)
 
 
 def check_run(config: Config) -> None:
@@ -209,6 +245,7 @@ def sample(trainer: Trainer, prompt: str) -> str:
         seq_len=trainer.config.batch.seq_len,
         base=trainer.config,
         weights={s.parameter.name: s.weight for s in trainer.engine.states},
+        kind=trainer.engine.kind,
     )
     if len(tokens) == 0:
         raise UserError("empty sample", where="log.sample", mend="give a prompt, or leave it out")

@@ -20,6 +20,8 @@ from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config, unread_keys
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.families import preset
 
+CUDA_HEAD_DIMS = (64, 128)
+"""Head dimensions of the attention kernels."""
 Announce = Callable[[str], None]
 
 
@@ -96,16 +98,48 @@ def choose_device(config: Config, find: Callable[[], Driver | None] = find_drive
             raise UserError("no NVIDIA GPU or driver", where="run.device", mend=mend)
         return Device("cpu", "device: cpu (no NVIDIA GPU or driver was found)")
     gpu = f"{found.devices[0]} (driver for CUDA {found.cuda})"
-    missing = missing_packages()
+    missing = missing_packages(found)
     if missing:
         hint = f"GPU found: {gpu}; to use it: pip install -e '.[{found.extra}]'"
         if asked == "cuda":
             raise UserError(f"{', '.join(missing)} not installed", where="run.device", mend=hint)
         return Device("cpu", f"device: cpu ({', '.join(missing)} not installed)", hint)
-    why = "the CUDA engine is not part of this version yet"
-    if asked == "cuda":
-        raise UserError(why, where="run.device", mend="set run.device to auto or cpu")
-    return Device("cpu", f"device: cpu ({gpu} is idle: {why})")
+    return Device("cuda", f"device: {gpu}")
+
+
+def settle_device(config: Config, device: Device, model: ModelConfig) -> Device:
+    """The device that can train this model: `auto` falls back to the cpu where the GPU cannot."""
+    if device.kind != "cuda":
+        return device
+    error = _cuda_obstacle(config, model)
+    if error is None:
+        return device
+    if config.run.device == "cuda":
+        raise error
+    why = f"{error.what}{': ' + error.mend if error.mend else ''}"
+    return Device("cpu", f"device: cpu ({device.reason.removeprefix('device: ')} is idle; {why})")
+
+
+def _cuda_obstacle(config: Config, model: ModelConfig) -> UserError | None:
+    """Why the GPU cannot train this model in this version, or None."""
+    if model.D not in CUDA_HEAD_DIMS:
+        mend = f"the GPU's attention has {' and '.join(map(str, CUDA_HEAD_DIMS))}"
+        return UserError(f"head_dim {model.D}", where="run.device", mend=mend)
+    if config.precision.matmul == "e4m3":
+        mend = "leave it out to train in BF16"
+        return UserError("FP8 on the GPU is not part of this version", where="precision", mend=mend)
+    if config.memory.offload:
+        mend = "leave it out; memory.recompute and memory.head_chunks save device memory"
+        return UserError("offload is not part of this version", where="memory.offload", mend=mend)
+    try:
+        from llmq_nb.core.device import open_device
+
+        open_device((config.parallel.devices or (0,))[0])
+    except UserError as error:
+        return error
+    except Exception as error:  # whatever a broken driver answers, the cpu still trains
+        return UserError(f"the driver failed ({error})", where="run.device", mend="llmq-nb doctor")
+    return None
 
 
 def check_supported(config: Config, device: Device) -> None:

@@ -70,7 +70,11 @@ def _scales(engine: Engine) -> Iterator[tuple[str, NDArray[Any]]]:
 
 
 def run_state(
-    config: Config, model: ModelConfig, progress: Progress, train: TokenSource
+    config: Config,
+    model: ModelConfig,
+    progress: Progress,
+    train: TokenSource,
+    tuning: dict[str, int],
 ) -> dict[str, Any]:
     """The JSON state beside the parts."""
     return {
@@ -79,6 +83,7 @@ def run_state(
         "updates": progress.updates,
         "position": dataclasses.asdict(progress.position),
         "windows": _windows(config, train),
+        "tuning": tuning,
     }
 
 

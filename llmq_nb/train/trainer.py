@@ -31,11 +31,12 @@ from llmq_nb.train import setup, snapshot
 from llmq_nb.train.checkpoint import (
     Checkpoint,
     check_out_dir,
+    check_space,
     checkpoint_bytes,
     latest_checkpoint,
     save_checkpoint,
 )
-from llmq_nb.train.engine import CpuEngine, Engine
+from llmq_nb.train.engine import Engine, make_engine
 from llmq_nb.train.gradients import loss_and_gradients
 from llmq_nb.train.initial import set_random_weights, set_weights
 from llmq_nb.train.schedule import check_schedule, learning_rate
@@ -61,15 +62,16 @@ class Trainer:
         announce: Callable[[str], None] = print_line,
     ) -> None:
         self.config = config
-        self.device = setup.choose_device(config)
-        announce(self.device.reason)
-        if self.device.hint is not None:
-            announce(self.device.hint)
-        setup.check_supported(config, self.device)
+        found = setup.choose_device(config)
+        setup.check_supported(config, found)
         if config.schedule.steps is not None:
             check_schedule(config.schedule, config.schedule.steps)
         self.source = setup.resolve_model(config, announce)
         self.model = self.source.model
+        self.device = setup.settle_device(config, found, self.model)
+        announce(self.device.reason)
+        if self.device.hint is not None:
+            announce(self.device.hint)
         if self.source.pretrained:
             assert self.source.folder is not None
             check_weights(self.source.folder, self.model)
@@ -85,13 +87,13 @@ class Trainer:
         windows = len(Packing(self.data.train, config.batch.seq_len, config.data.packing))
         self.total_steps = setup.total_steps(config, windows)
         check_schedule(config.schedule, self.total_steps)
-        self.engine: Engine = CpuEngine(config, self.model)
+        tuning = None if checkpoint is None else checkpoint.state.get("tuning")
+        self.engine: Engine = make_engine(self.device.kind, config, self.model, tuning)
+        check_space(self.checkpoints, 2 * self._checkpoint_bytes())
         self.progress = self._start(checkpoint, announce)
         self._before = self.progress
         self.loader = setup.open_loader(config, self.data.train, self.progress.position)
-        # the first batch shows a damaged store; the folder is made after all that can be wrong
-        self._waiting: StepBatch | None = self.loader.next_step()
-        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
+        self._waiting: StepBatch | None = self.loader.next_step()  # shows a damaged store now
 
     @property
     def checkpoints(self) -> Path:
@@ -174,10 +176,15 @@ class Trainer:
             self.checkpoints,
             step=self.progress.step,
             parts=snapshot.parts(self.engine),
-            state=snapshot.run_state(self.config, self.model, self.progress, self.data.train),
+            state=self._state(),
             keep=c.keep,
             major_every=c.major_every,
             nbytes=self._checkpoint_bytes(),
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return snapshot.run_state(
+            self.config, self.model, self.progress, self.data.train, self.engine.tuning
         )
 
     def export(self, out_dir: str | Path, *, max_shard_size: int = DEFAULT_SHARD_SIZE) -> Path:
@@ -197,9 +204,14 @@ class Trainer:
             max_shard_size=max_shard_size,
         )
 
+    def make_out_dir(self) -> None:
+        """Make the run's folder. Raises UserError where it cannot be written."""
+        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
+
     def close(self) -> None:
-        """End the loader's thread."""
+        """End the loader's thread and free the device's memory."""
         self.loader.close()
+        self.engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ The oracle is the list of documents that the driver writes, made anew here from 
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,15 @@ def assert_complete(store, expected):
     assert store.supervised == sum(int(mask[1:].sum()) for _, mask in expected)
 
 
+def content(path):
+    """What a kill left: names and bytes, zarr's half-written files under one name."""
+    return frozenset(
+        (re.sub(r"[0-9a-f]{32}", "", str(file.relative_to(path))), file.read_bytes())
+        for file in path.rglob("*")
+        if file.is_file()
+    )
+
+
 def finish(path, expected):
     """Refuse to read, continue, and compare."""
     with pytest.raises(UserError, match="unclosed|no such"):
@@ -66,16 +76,20 @@ def test_kill_at_every_file_operation(tmp_path, monkeypatch):
     (operations,) = drive("steps", tmp_path)
     expected = documents(6)
     assert operations > 40  # fewer: the hook does not see what it should
-    resumed = [closed := 0]
+    closed, resumed, states = 0, [0], set()
     for operation in range(1, operations):
         path = tmp_path / f"{operation}.zarr"
+        if (state := content(path)) in states:  # many operations change nothing on the disk
+            continue
+        states.add(state)
         try:
             assert_complete(TokenStore(path), expected)
             closed += 1  # killed after the closing record
         except UserError:
             resumed.append(finish(path, expected))
     assert_complete(TokenStore(tmp_path / f"{operations}.zarr"), expected)
-    assert closed < 10
+    assert len(states) > 20
+    assert 0 < closed < 10
     assert max(resumed) == 6  # killed between the last commit and the closing record
     assert len(set(resumed)) > 2  # there were commits on the way
 

@@ -62,7 +62,7 @@ def test_a_text_file_is_one_document(tmp_path, text):
 
 
 def test_parts_of_a_text_have_the_ids_of_the_whole(tmp_path, bpe_folder, monkeypatch):
-    monkeypatch.setattr(formats, "PIECE", 2**12)
+    monkeypatch.setattr(formats, "TEXT_PIECE", 2**12)
     rng = np.random.default_rng(1)
     words = ["the", "quick", "fox", "é", "!", "\n\n", "\n", "  ", " ", "\t\n", "hello"]
     text = "".join(rng.choice(words, 60_000))
@@ -84,7 +84,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_line(tmp_path):
     for read in (check_text, lambda p: read_texts(p, "text")):
         with pytest.raises(NotText, match=f"not UTF-8 text in {path}:3"):
             read(path)
-    path.write_bytes(b"x\n" * 2**20 + "é".encode()[:1])  # cut off inside a character, in part 3
+    path.write_bytes(b"x\n" * 2**20 + "é".encode()[:1])  # cut off inside a character, in part 9
     with pytest.raises(NotText, match=f":{2**20 + 1}"):
         check_text(path)
 

@@ -60,6 +60,15 @@ def test_masks_and_counts(tmp_path, write_store, random_documents):
     assert plain.supervised == sum(len(document) - 1 for document in documents)
 
 
+@pytest.mark.parametrize("supervised", [False, True])
+def test_shards_of_one_value_are_files_like_any(tmp_path, write_store, supervised):
+    """zarr leaves out chunks of fill value, unless told, and to us a missing file is an error."""
+    documents = [np.zeros(300, int)] * 4
+    store = write_store(tmp_path / "s.zarr", documents, [np.full(300, supervised)] * 4)
+    assert store.read_mask(0, 1200).tolist() == [supervised] * 1200
+    assert len(list((store.path / "loss_mask" / "c").iterdir())) == 5
+
+
 def test_a_document_in_parts_is_the_document(tmp_path, tokenizer_record, random_documents):
     documents = random_documents(4, longest=900)
     with StoreWriter(tmp_path / "s.zarr", tokenizer_record(), chunk=64, shard=256) as writer:

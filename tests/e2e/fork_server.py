@@ -1,7 +1,8 @@
 """Runs `llmq-nb` command lines as processes of their own without paying for the imports each time.
 
 One JSON job a line on stdin: {argv, cwd, out, err, before, env}. Each is a fork of this process:
-`before` (Python source) is executed in it first, then the real entry point. The answer is {"code": n}, negative for a signal.
+`before` (Python source) is executed in it first, then the real entry point. The answer is
+{"code": n}, negative for a signal.
 """
 
 import json

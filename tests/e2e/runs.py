@@ -62,9 +62,11 @@ class Result:
 class Cli:
     """`cli("train", "config.toml", cwd=folder)`: the command line in a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, extra_env: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, str(ROOT / "tests/e2e/fork_server.py")]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+        # several runs share two cores here; the bits do not depend on it
+        env |= {"OPENBLAS_NUM_THREADS": "1", **(extra_env or {})}
         pipe = subprocess.PIPE
         self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
         self._texts = tempfile.TemporaryDirectory()

@@ -12,10 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from llmq_nb.core.device import device_count, open_device
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels import attention
 from llmq_nb.kernels.attention import Tiles
 from llmq_nb.kernels.attention_tiles import Tile
+from llmq_nb.kernels.ptx import SIMULATED as SIMULATOR
 from tests.kernels.harness import Device, assert_within, run_sim
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -177,7 +179,9 @@ def to_numpy(x) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else x.numpy()
 
 
-def check_repeats(device: Device, B: int, T: int, H: int, G: int, D: int) -> None:
+def check_repeats(
+    device: Device, B: int, T: int, H: int, G: int, D: int, tiles: Tiles | None = None
+) -> None:
     """Two runs give the same bits."""
     qkv, dout, starts = inputs(B, T, H, G, D, mean=T / 3, dtype=BF16)
     x, dy, segment_start = device.put(qkv), device.put(dout), device.put(starts)
@@ -186,7 +190,7 @@ def check_repeats(device: Device, B: int, T: int, H: int, G: int, D: int) -> Non
         out, lse = device.empty((B, T, H, D), BF16), device.empty((B, H, T), np.float32)
         dqkv = device.empty(qkv.shape, BF16)
         stats = device.empty((attention.attention_scratch_bytes(B, T, H),), np.uint8)
-        shape: dict[str, Any] = {"B": B, "T": T, "H": H, "G": G, "D": D}
+        shape: dict[str, Any] = {"B": B, "T": T, "H": H, "G": G, "D": D, "tiles": tiles}
         attention.attention_launch(
             out.address,
             lse.address,
@@ -302,18 +306,31 @@ GPU_SHAPES = [
 ]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("D", attention.HEAD_DIMS)
-@pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
-def test_forward(gpu: Device, B, T, H, G, D, mean) -> None:
-    check_forward(gpu, B, T, H, G, D, mean)
+def implementations() -> list[str]:
+    """What this machine can run: mma.sync everywhere, wgmma on sm_90."""
+    if SIMULATOR or device_count() == 0 or open_device(0).cc != (9, 0):
+        return ["mma.sync"]
+    return ["mma.sync", "wgmma"]
+
+
+def tiles_of(implementation: str, D: int) -> Tiles:
+    return attention.default_tiles(D, (9, 0) if implementation == "wgmma" else (8, 0))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", implementations())
 @pytest.mark.parametrize("D", attention.HEAD_DIMS)
 @pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
-def test_backward(gpu: Device, B, T, H, G, D, mean) -> None:
-    check_backward(gpu, B, T, H, G, D, mean)
+def test_forward(gpu: Device, B, T, H, G, D, mean, implementation) -> None:
+    check_forward(gpu, B, T, H, G, D, mean, tiles_of(implementation, D))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", implementations())
+@pytest.mark.parametrize("D", attention.HEAD_DIMS)
+@pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
+def test_backward(gpu: Device, B, T, H, G, D, mean, implementation) -> None:
+    check_backward(gpu, B, T, H, G, D, mean, tiles_of(implementation, D))
 
 
 EVERY_TILE = [
@@ -332,10 +349,11 @@ def test_every_tile_shape(gpu: Device, D, tiles, T, mean) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", implementations())
 @pytest.mark.parametrize("D", attention.HEAD_DIMS)
-def test_large_scores(gpu: Device, D) -> None:
+def test_large_scores(gpu: Device, D, implementation) -> None:
     """Rows whose probability sits in one key: the running maximum carries them."""
-    check_forward(gpu, 1, 300, 2, 1, D, size=4.0)
+    check_forward(gpu, 1, 300, 2, 1, D, tiles=tiles_of(implementation, D), size=4.0)
 
 
 @pytest.mark.gpu
@@ -353,9 +371,10 @@ def test_user_functions(gpu: Device, T, D, causal) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", implementations())
 @pytest.mark.parametrize("D", attention.HEAD_DIMS)
-def test_repeats_bit_for_bit(gpu: Device, D) -> None:
-    check_repeats(gpu, 2, 700, 6, 2, D)
+def test_repeats_bit_for_bit(gpu: Device, D, implementation) -> None:
+    check_repeats(gpu, 2, 700, 6, 2, D, tiles_of(implementation, D))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmq_nb.core.dtype import DType
-from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Products, Shape, matmul_ref
+from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Kind, Products, Shape, matmul_ref
 from tests.kernels.harness import Device
 
 U32 = 2.0**-24
@@ -17,7 +17,7 @@ U32 = 2.0**-24
 SIZES = [(16, 16, 16), (48, 80, 112), (100, 1152, 896), (1, 64, 4864)]
 
 
-def run(device: Device, kind: str, N: int, M: int, K: int, dtype: DType, **options: bool) -> None:
+def run(device: Device, kind: Kind, N: int, M: int, K: int, dtype: DType, **options: bool) -> None:
     rng = np.random.default_rng(N * M + K)
 
     def random(*shape: int) -> np.ndarray:

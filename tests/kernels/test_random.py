@@ -41,7 +41,7 @@ def make_philox_kernel():
 def make_round_kernel():
     def round_kernel(out, x, seed, tensor, step):
         i = cuda.threadIdx.x  # a pair a thread
-        words = philox(seed, 0, i >> 2, tensor, step)
+        words = philox(seed, 1, i >> 2, tensor, step)
         word = words[0]
         for k in range(1, 4):
             word = words[k] if (i & 3) == k else word

@@ -25,6 +25,7 @@ from llmq_nb.io.hf_config import read_model_config
 from llmq_nb.io.weights import load_weights
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
+from llmq_nb.model.ops import Scalars
 from llmq_nb.model.parameters import Parameter
 from llmq_nb.plan.buffers import make_plan
 from llmq_nb.train.rank import Rank, allocate, make_rank
@@ -201,7 +202,7 @@ def load_micro_batch(rank: Rank, batch: Batch, m: int) -> None:
 
 def run_micro_steps(rank: Rank, batch: Batch, *, before: Any = lambda m: None) -> float:
     """Loss of the whole step, gradients left in the rank. before: called before each one."""
-    rank.ops.scalars.inv_supervised = 1.0 / batch.supervised
+    rank.ops.set_scalars(Scalars(inv_supervised=1.0 / batch.supervised))
     for m in range(batch.tokens.shape[0]):
         before(m)
         load_micro_batch(rank, batch, m)

@@ -18,7 +18,7 @@ import pytest
 
 from llmq_nb.config import Recompute
 from llmq_nb.core.tensor import Tensor
-from llmq_nb.model.engine_cpu import CpuOps
+from llmq_nb.model.engine_cpu import CpuOps, rows
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.plan.buffers import make_plan
 from llmq_nb.train.rank import allocate, make_rank
@@ -96,6 +96,19 @@ def kept(model_name, precision, accumulation, head_chunks):
     return step(model_name, (), precision, accumulation, head_chunks, arena=False)
 
 
+class OneThread:
+    """In place of the pool: these operations are so small that handing them over takes longer."""
+
+    map = staticmethod(map)
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    rows.pool()  # which holds BLAS to one thread
+    monkeypatch.setattr(rows, "pool", OneThread)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "e4m3"])
 @pytest.mark.parametrize("head_chunks", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -7,6 +7,7 @@ depth: gradients are compared in relative L2.
 
 import dataclasses
 import itertools
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -37,7 +38,16 @@ QWEN3 = ModelConfig(
 RECOMPUTE = ("norm", "swiglu", "ffn", "qkv", "attention", "block")
 
 
-def config_of(dtype="bf16", *, B=2, T=160, accumulation=2, recompute=(), graphs=True, chunks=1):
+def config_of(
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    *,
+    B=2,
+    T=160,
+    accumulation=2,
+    recompute=(),
+    graphs=True,
+    chunks=1,
+):
     states = "bf16" if dtype == "bf16" else "fp32"
     return Config(
         run=RunConfig(cuda_graphs=graphs),

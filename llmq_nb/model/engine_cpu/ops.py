@@ -29,6 +29,9 @@ class CpuOps:
         self.scalars = Scalars()
         self._cos, self._sin = attention.rope_tables(config, seq_len)
 
+    def set_scalars(self, scalars: Scalars) -> None:
+        self.scalars = scalars
+
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         x.data[...] = table.data[tokens.data.reshape(-1)]
 
@@ -197,8 +200,9 @@ class CpuOps:
         total.data[:] = (mean, largest)
 
     def global_norm(self, norms: Tensor, total: Tensor, grads: list[Tensor]) -> None:
-        norms.data[:] = [optimizer.squared_norm(grad.data) for grad in grads]
-        length = np.float32(np.sqrt(norms.data.sum(dtype=np.float64)))
+        squares = np.array([optimizer.squared_norm(grad.data) for grad in grads], np.float32)
+        norms.data[:] = np.sqrt(squares)
+        length = np.float32(np.sqrt(squares.sum(dtype=np.float64)))
         clip = min(1.0, self.optimizer.max_grad_norm / length) if length > 0 else 1.0
         total.data[:] = (length, clip, np.isfinite(norms.data).all())
 

@@ -20,7 +20,6 @@ from llmq_nb.kernels import (
     elementwise,
     embedding,
     global_norm,
-    qk_norm,
     reduce_loss,
     rmsnorm,
     rmsnorm_backward,
@@ -30,8 +29,9 @@ from llmq_nb.kernels import (
 from llmq_nb.kernels.matmul import Products, Shape
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
-from llmq_nb.model.engine_cuda.scalars import SCALARS
+from llmq_nb.model.engine_cuda.scalars import SCALARS, pack_scalars
 from llmq_nb.model.ops import Scalars
+from llmq_nb.model.parameters import model_parameters
 
 
 class CudaOps:
@@ -49,18 +49,32 @@ class CudaOps:
     ) -> None:
         self.config, self.model, self.optimizer = config, model, config.optimizer
         self.device, self.stream = device, stream
-        self.scalars = Scalars()  # the values travel in inputs/scalars
         self.B, self.T = config.batch.micro_batch, config.batch.seq_len
+        self._grads = [
+            tensors[name]
+            for p in model_parameters(model)
+            if (name := f"gradients/{p.name}") in tensors
+        ]
+        self._chunks = (tensors["engine/norm_chunks"], tensors["engine/norm_first"])
         self._cos, self._sin = tensors["engine/cos"], tensors["engine/sin"]
         self._scratch = tensors["engine/scratch"].data
-        base = tensors["inputs/scalars"].data
+        self._scalars = tensors["inputs/scalars"]
+        base = self._scalars.data
         self._scalar = {name: base + 4 * i for i, name in enumerate(SCALARS)}
         self.products = Products(
             device=device.ordinal, workspace=tensors["engine/workspace"].data, choices=tuning
         )
 
+    def set_scalars(self, scalars: Scalars) -> None:
+        self.write(self._scalars, pack_scalars(scalars).view(np.int32))
+
     def write_tables(self) -> None:
-        """Fill the rotation tables; once, after the memory was cleared."""
+        """Fill the rotation tables and the norm's table; once, after the memory was cleared."""
+        if self._grads:
+            pairs = [(g.data, g.size) for g in self._grads]
+            tables = global_norm.chunk_table(pairs, itemsize=self._grads[0].dtype.itemsize)
+            for tensor, table in zip(self._chunks, tables, strict=True):
+                self.write(tensor, table.view(np.int32).reshape(tensor.shape))
         for tensor, table in zip(
             (self._cos, self._sin), rope_tables(self.model, self.T), strict=True
         ):
@@ -69,8 +83,9 @@ class CudaOps:
     # ---- embedding, norms ----------------------------------------------------------------------
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         embedding.embedding_forward_launch(
-            x.data, table.data, tokens.data, rows=x.shape[0], C=x.shape[1], **self._common(x)
-        )
+            x.data, tokens.data, table.data, rows=x.shape[0], C=x.shape[1], V=table.shape[0],
+            **self._common(x),
+        )  # fmt: skip
 
     def embedding_backward(
         self, dtable: Tensor, dx: Tensor, tokens: Tensor, order: Tensor, *, accumulate: bool
@@ -125,6 +140,8 @@ class CudaOps:
     def qk_norm(
         self, heads: Tensor, rstd: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor
     ) -> None:
+        from llmq_nb.kernels import qk_norm
+
         qk_norm.qk_norm_forward_launch(
             heads.data, rstd.data, qkv.data, q_weight.data, k_weight.data, rows=qkv.shape[0],
             eps=self.model.norm_eps, **self._heads(), **self._common(qkv),
@@ -143,6 +160,8 @@ class CudaOps:
         *,
         accumulate: bool,
     ) -> None:
+        from llmq_nb.kernels import qk_norm
+
         qk_norm.qk_norm_backward_launch(
             dqkv.data, dq_weight.data, dk_weight.data, dheads.data, qkv.data, q_weight.data,
             k_weight.data, rstd.data, scratch=self._scratch, rows=qkv.shape[0],
@@ -241,9 +260,11 @@ class CudaOps:
 
     # ---- optimizer -----------------------------------------------------------------------------
     def global_norm(self, norms: Tensor, total: Tensor, grads: list[Tensor]) -> None:
+        chunks, first = self._chunks
         global_norm.global_norm_launch(
-            norms.data, total.data, [(g.data, g.size) for g in grads], scratch=self._scratch,
-            max_norm=self.optimizer.max_grad_norm, dtype=grads[0].dtype, stream=self.stream,
+            norms.data, total.data, chunks.data, first.data, scratch=self._scratch,
+            n_chunks=chunks.shape[0], tensors=len(grads), max_norm=self.optimizer.max_grad_norm,
+            dtype=grads[0].dtype, stream=self.stream,
         )  # fmt: skip
 
     def adamw(
@@ -262,8 +283,9 @@ class CudaOps:
         o = self.optimizer
         adamw.adamw_launch(
             master.data, 0 if weight is master else weight.data, m.data, v.data, grad.data,
-            scalars=self._scalar["learning_rate"], norm=total.data, n=master.size, beta1=o.beta1,
-            beta2=o.beta2, epsilon=o.epsilon, weight_decay=o.weight_decay if decayed else 0.0,
+            n=master.size, scalars=self._scalars.data, total=total.data,
+            m_scale=m_scale.data if m_scale is not None else 0, beta1=o.beta1, beta2=o.beta2,
+            epsilon=o.epsilon, decay=o.weight_decay if decayed else 0.0,
             seed=self.config.run.seed, tensor=tensor_id, master_dtype=master.dtype,
             m_dtype=m.dtype, v_dtype=v.dtype, grad_dtype=grad.dtype, stream=self.stream,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from llmq_nb.model.ops import Scalars
 
 SCALAR_WORDS = 8
 """32-bit words of the buffer; the last ones are not used."""
-SCALARS = ("learning_rate", "inv_correction1", "inv_correction2", "update", "inv_supervised")
+SCALARS = ("learning_rate", "inv_supervised", "correction1", "correction2", "update")
 """Words of inputs/scalars: float32, but for `update`."""
 
 
@@ -15,9 +15,7 @@ def pack_scalars(scalars: Scalars) -> NDArray[np.uint32]:
     """A step's scalars as the device reads them."""
     words = np.zeros(SCALAR_WORDS, np.uint32)
     floats = words.view(np.float32)
-    floats[0] = scalars.learning_rate
-    floats[1] = 1.0 / scalars.correction1
-    floats[2] = 1.0 / scalars.correction2
-    words[3] = scalars.update & 0xFFFFFFFF
-    floats[4] = scalars.inv_supervised
+    for i, name in enumerate(SCALARS[:4]):
+        floats[i] = getattr(scalars, name)
+    words[4] = scalars.update & 0xFFFFFFFF
     return words

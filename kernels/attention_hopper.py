@@ -1,0 +1,433 @@
+r"""Attention forward on wgmma and TMA, for sm_90 (equations: attention.py; causal only).
+
+One producer warp fetches tiles by TMA; CONSUMERS warpgroups own 64 query rows each. S = Q K^T of a
+tile is issued with the last tile's P V, which then runs under the softmax of S. K and V have two
+stages each; every consumer thread frees a stage on its empty barrier (one arrival a warp would be a
+race with the other lanes' reads).
+
+Two rules keep ptxas from serialising the wgmma: every operand register is final before the first
+wgmma of a stage (pins), and P is packed from S only after P V has ended.
+
+Shapes   as attention_forward; 4-D tensor maps (D, heads, T, B), so that rows beyond T read as zero.
+Source   Shah et al. 2024, arXiv:2407.08608 (producer and consumers, overlapped softmax). Written
+         from the description.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+
+from llmq_nb.kernels.attention_tiles import (
+    FIRST_MAXIMUM,
+    LN2,
+    LOG2E,
+    MASKED,
+    ZERO,
+    Problem,
+    block_order,
+    divide,
+    first_key,
+)
+from llmq_nb.kernels.compile import CompileCase, Options
+from llmq_nb.kernels.launch import cdiv, kernel
+from llmq_nb.kernels.ptx import (
+    bar_sync,
+    bf16x2,
+    ex2,
+    ffma,
+    fmax,
+    lds128,
+    lg2,
+    rcp,
+    sel_gt,
+    smem_addr,
+    stg32f,
+    stg128,
+    sts32,
+    syncwarp,
+)
+from llmq_nb.kernels.ptx_hopper import (
+    fence_async,
+    make_pin,
+    make_set_registers,
+    make_wgmma,
+    make_wgmma_fence,
+    make_wgmma_wait,
+    mbar_arrive,
+    mbar_expect,
+    mbar_init,
+    mbar_wait,
+    tma_4d,
+    wgmma_commit,
+)
+from llmq_nb.kernels.reduce import quad_max, quad_sum
+from llmq_nb.kernels.tensor_map import tensor_map
+
+SIGNATURE = (types.uint64,) * 6 + (types.int32,) * 6 + (types.float32,)
+OPTIONS = Options(arch_specific=True)
+CC = (9, 0)
+KEYS = 128
+CONSUMERS = {64: 3, 128: 2}
+"""Warpgroups of 64 queries, by head_dim: as many as the registers hold."""
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+"""Of a producer and a consumer thread, by the number of consumer warpgroups."""
+HALF_ROW = 128
+"""Bytes of a row of 64 columns: a D = 128 tile is two halves, one after the other."""
+WARPGROUP_HALF = 64 * HALF_ROW
+K_MAJOR = np.uint64(1 << 62 | 64 << 32 | 1 << 16)
+"""Descriptor of a K-major operand: 128-byte swizzle, eight rows 1024 bytes apart."""
+
+
+@cuda.jit(device=True)
+def descriptor(base, address):
+    """wgmma descriptor of a tile at a shared address; adding bytes / 16 moves it."""
+    return base | np.uint64((address & 0x3FFFF) >> 4)
+
+
+def n_major(half_bytes: int) -> np.uint64:
+    """Descriptor of an operand whose rows run along k, its 64-column halves this far apart."""
+    return np.uint64(1 << 62 | 64 << 32 | (half_bytes >> 4) << 16)
+
+
+def make_product(D: int, COLUMNS: int, A_HALF: int, B_HALF: int):
+    """product(s, a, b): s[64, COLUMNS] = A[64, D] B[COLUMNS, D]^T from descriptors, not awaited."""
+    mma = make_wgmma(COLUMNS)
+    STEPS = D // 16
+    A_STEP = A_HALF >> 4
+    B_STEP = B_HALF >> 4
+
+    @cuda.jit(device=True)
+    def product(s, a, b):
+        for kk in range(STEPS):
+            across = (kk & 3) * 2
+            mma(
+                s, a + ((kk >> 2) * A_STEP + across), b + ((kk >> 2) * B_STEP + across),
+                1 if kk > 0 else 0,
+            )  # fmt: skip
+
+    return product
+
+
+def make_product_registers(D: int, ROWS: int):
+    """product(acc, p, b): acc[64, D] += P[64, ROWS] B[ROWS, D], P in registers, not awaited."""
+    mma = make_wgmma(D, registers=True, trans_b=1)
+    STEPS = ROWS // 16
+
+    @cuda.jit(device=True)
+    def product(acc, p, b):
+        for kk in range(STEPS):
+            mma(acc, p, kk * 4, b + kk * (16 * HALF_ROW >> 4), 1)
+
+    return product
+
+
+def make_pack(COUNT: int):
+    """pack(s, p): 2 * COUNT float32 to COUNT pairs of bfloat16."""
+
+    @cuda.jit(device=True)
+    def pack(s, p):
+        for j in range(COUNT):
+            p[j] = bf16x2(s[2 * j], s[2 * j + 1])
+
+    return pack
+
+
+def make_mask_hopper(COLUMNS: int):
+    """mask(s, key, row, starts): mask scores; key, row: this lane's first column and row; starts:
+    document starts of the lane's two rows."""
+    N8 = COLUMNS // 8
+
+    @cuda.jit(device=True)
+    def mask(s, key, row, starts):
+        for r in range(2):
+            above = key - row
+            below = starts[r] - key
+            for j in range(N8):
+                for c in range(2):
+                    i = 4 * j + 2 * r + c
+                    x = sel_gt(above, r * 8 - (j * 8 + c), MASKED, s[i])
+                    s[i] = sel_gt(below, j * 8 + c, MASKED, x)
+
+    return mask
+
+
+def make_softmax_hopper(COLUMNS: int):
+    """softmax(s, largest, total, shrink, scale_log2): scores -> exp2(score - largest); shrink: what
+    the accumulator must still be multiplied by."""
+    N8 = COLUMNS // 8
+
+    @cuda.jit(device=True)
+    def softmax(s, largest, total, shrink, scale_log2):
+        for r in range(2):
+            top = largest[r]
+            for j in range(N8):
+                top = fmax(fmax(top, s[4 * j + 2 * r]), s[4 * j + 2 * r + 1])
+            top = quad_max(top)
+            shrink[r] = ex2((largest[r] - top) * scale_log2)
+            largest[r] = top
+            offset = -(top * scale_log2)
+            t = total[r] * shrink[r]
+            for j in range(N8):
+                p0 = ex2(ffma(s[4 * j + 2 * r], scale_log2, offset))
+                p1 = ex2(ffma(s[4 * j + 2 * r + 1], scale_log2, offset))
+                t += p0 + p1
+                s[4 * j + 2 * r] = p0
+                s[4 * j + 2 * r + 1] = p1
+            total[r] = t
+
+    return softmax
+
+
+def make_stage_half_rows(D: int, HALF: int):
+    """stage(shared, acc, r, row, factor): one of this lane's two rows of a wgmma accumulator as
+    bfloat16, in the swizzled halves that TMA uses."""
+    D8 = D // 8
+
+    @cuda.jit(device=True)
+    def stage(shared, acc, r, row, factor):
+        lane = cuda.threadIdx.x & 31
+        for j in range(D8):
+            chunk = ((j & 7) ^ (row & 7)) << 4
+            word = shared + (j >> 3) * HALF + row * HALF_ROW + chunk + ((lane & 3) << 2)
+            sts32(word, bf16x2(acc[4 * j + 2 * r] * factor, acc[4 * j + 2 * r + 1] * factor))
+
+    return stage
+
+
+def make_copy_half_rows(D: int, HALF: int):
+    """copy(target, stride, shared, row, rows): as copy_rows, for 16 rows a warp in halves."""
+    CHUNKS = D // 8
+    COUNT = CHUNKS // 2
+
+    @cuda.jit(device=True)
+    def copy(target, stride, shared, row, rows):
+        lane = cuda.threadIdx.x & 31
+        for i in range(COUNT):
+            r = row + (i * 32 + lane) // CHUNKS
+            c = (i * 32 + lane) % CHUNKS
+            if r < rows:
+                word = shared + (c >> 3) * HALF + r * HALF_ROW + (((c & 7) ^ (r & 7)) << 4)
+                stg128(target + r * stride + c * 16, lds128(word))
+
+    return copy
+
+
+def make_load_halves(D: int, HALF: int):
+    """load(shared, map, head, row, sequence, barrier): one tile by TMA, half by half."""
+    HALVES = D // 64
+
+    @cuda.jit(device=True)
+    def load(shared, tensor, head, row, sequence, barrier):
+        for i in range(HALVES):
+            tma_4d(shared + i * HALF, tensor, i * 64, head, row, sequence, barrier)
+
+    return load
+
+
+def make_attention_forward_hopper(D: int, CONSUMERS: int):
+    """Kernel for CONSUMERS warpgroups; arguments: addresses, tensor maps, extents."""
+    QUERIES = 64 * CONSUMERS
+    HALVES = D // 64
+    Q_HALF = QUERIES * HALF_ROW
+    KV_HALF = KEYS * HALF_ROW
+    Q_BYTES = HALVES * Q_HALF
+    KV_BYTES = HALVES * KV_HALF
+    STAGE = KV_BYTES >> 4  # in descriptor units
+    ARRIVALS = 128 * CONSUMERS
+    ACC = D // 2
+    D8 = D // 8
+    N_MAJOR = n_major(KV_HALF)
+    release = make_set_registers(REGISTERS[CONSUMERS][0], increase=False)
+    take = make_set_registers(REGISTERS[CONSUMERS][1], increase=True)
+    load_q = make_load_halves(D, Q_HALF)
+    load_kv = make_load_halves(D, KV_HALF)
+    scores = make_product(D, KEYS, Q_HALF, KV_HALF)
+    accumulate = make_product_registers(D, KEYS)
+    pack = make_pack(32)
+    mask = make_mask_hopper(KEYS)
+    softmax = make_softmax_hopper(KEYS)
+    stage_rows = make_stage_half_rows(D, Q_HALF)
+    copy_rows = make_copy_half_rows(D, Q_HALF)
+    fence_scores = make_wgmma_fence(64)
+    fence_acc = make_wgmma_fence(ACC)
+    wait_scores = make_wgmma_wait(64, 1)
+    wait_first = make_wgmma_wait(64, 0)
+    wait_acc = make_wgmma_wait(ACC, 0)
+    pin_p = make_pin(32, "r")
+    pin_acc = make_pin(ACC)
+
+    def attention_forward_hopper(
+        out, lse, q_map, k_map, v_map, segment_start, heads, T, H, group, tiles, swath, scale_log2
+    ):
+        sq = np.uint32((smem_addr(cuda.shared.array(0, dtype=types.uint32)) + 1023) & 0xFFFFFC00)
+        sk = np.uint32(sq + Q_BYTES)
+        sv = np.uint32(sk + 2 * KV_BYTES)
+        q_full = np.uint32(sv + 2 * KV_BYTES)  # barriers, 8 bytes each; two stages where two
+        k_full = np.uint32(q_full + 8)
+        v_full = np.uint32(q_full + 24)
+        k_empty = np.uint32(q_full + 40)
+        v_empty = np.uint32(q_full + 56)
+        tid = cuda.threadIdx.x
+        warp = tid >> 5
+        lane = tid & 31
+        bh, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)
+        b = divide(bh, H)
+        h = bh - b * H
+        base = np.int64(b) * T
+        m0 = (tiles - 1 - tile) * QUERIES  # the longest rows first
+        n_last = (min(m0 + QUERIES, T) - 1) // KEYS
+        count = n_last + 1 - first_key(segment_start, base + m0) // KEYS
+        if tid == 0:
+            for i in range(5):
+                mbar_init(q_full + i * 8, 1)
+            for i in range(4):
+                mbar_init(k_empty + i * 8, ARRIVALS)
+            fence_async()
+        cuda.syncthreads()  # the barriers exist
+
+        if warp >= 4 * CONSUMERS:
+            release()
+            if tid == ARRIVALS:
+                g = divide(h, group)
+                mbar_expect(q_full, Q_BYTES)
+                load_q(sq, q_map, h, m0, b, q_full)
+                for i in range(count):
+                    stage = i & 1
+                    free = ((i >> 1) & 1) ^ 1
+                    row = (n_last - i) * KEYS
+                    mbar_wait(k_empty + stage * 8, free)
+                    mbar_expect(k_full + stage * 8, KV_BYTES)
+                    load_kv(sk + stage * KV_BYTES, k_map, g, row, b, k_full + stage * 8)
+                    mbar_wait(v_empty + stage * 8, free)
+                    mbar_expect(v_full + stage * 8, KV_BYTES)
+                    load_kv(sv + stage * KV_BYTES, v_map, g, row, b, v_full + stage * 8)
+        else:
+            take()
+            wg = warp >> 2
+            acc = cuda.local.array(ACC, dtype=np.float32)
+            s = cuda.local.array(64, dtype=np.float32)
+            p = cuda.local.array(32, dtype=np.uint32)
+            largest = cuda.local.array(2, dtype=np.float32)
+            total = cuda.local.array(2, dtype=np.float32)
+            shrink = cuda.local.array(2, dtype=np.float32)
+            starts = cuda.local.array(2, dtype=np.int32)
+            for i in range(ACC):
+                acc[i] = ZERO
+            for i in range(64):
+                s[i] = ZERO
+            tile_row = wg * 64 + (warp & 3) * 16 + (lane >> 2)
+            for r in range(2):
+                largest[r] = FIRST_MAXIMUM
+                total[r] = ZERO
+                starts[r] = first_key(segment_start, base + min(m0 + tile_row + r * 8, T - 1))
+            mixed = first_key(segment_start, base + min(m0 + wg * 64 + 63, T - 1))
+            query = descriptor(K_MAJOR, sq + wg * WARPGROUP_HALF)
+            key = descriptor(K_MAJOR, sk)
+            value = descriptor(N_MAJOR, sv)
+            column = (lane & 3) << 1
+            # the tile with this warpgroup's diagonal; a tile above it is only released
+            skip = n_last - min(m0 + wg * 64, T - 1) // KEYS
+            if skip > 0:
+                mbar_wait(k_full, 0)
+                mbar_wait(v_full, 0)
+                mbar_arrive(k_empty)
+                mbar_arrive(v_empty)
+            mbar_wait(q_full, 0)
+            mbar_wait(k_full + skip * 8, 0)
+            fence_scores(s)
+            scores(s, query, key + skip * STAGE)
+            wgmma_commit()
+            wait_first(s)
+            mbar_arrive(k_empty + skip * 8)
+            mask(s, (n_last - skip) * KEYS + column, m0 + tile_row, starts)
+            softmax(s, largest, total, shrink, scale_log2)
+            pack(s, p)
+            for i in range(skip + 1, count):
+                stage = i & 1
+                before = stage ^ 1
+                mbar_wait(k_full + stage * 8, (i >> 1) & 1)
+                mbar_wait(v_full + before * 8, ((i - 1) >> 1) & 1)
+                pin_acc(acc)
+                pin_p(p)
+                fence_scores(s)
+                scores(s, query, key + stage * STAGE)
+                wgmma_commit()
+                accumulate(acc, p, value + before * STAGE)
+                wgmma_commit()
+                wait_scores(s)
+                mbar_arrive(k_empty + stage * 8)
+                n = n_last - i
+                if n * KEYS < mixed:
+                    mask(s, n * KEYS + column, m0 + tile_row, starts)
+                softmax(s, largest, total, shrink, scale_log2)
+                wait_acc(acc)
+                pin_p(p)  # P is read until here: keeps the next P in other registers
+                mbar_arrive(v_empty + before * 8)
+                for j in range(D8):
+                    for c in range(4):
+                        acc[4 * j + c] = acc[4 * j + c] * shrink[c >> 1]
+                pack(s, p)
+            before = (count - 1) & 1
+            mbar_wait(v_full + before * 8, ((count - 1) >> 1) & 1)
+            pin_p(p)
+            fence_acc(acc)
+            accumulate(acc, p, value + before * STAGE)
+            wgmma_commit()
+            wait_acc(acc)
+
+            bar_sync(wg + 1, 128)  # every warp of the group has read its Q
+            for r in range(2):
+                row = tile_row + r * 8
+                t = quad_sum(total[r])
+                if (lane & 3) == 0 and m0 + row < T:
+                    result = (largest[r] * scale_log2 + lg2(t)) * LN2
+                    stg32f(lse + (np.int64(bh) * T + m0 + row) * 4, result)
+                stage_rows(sq, acc, r, row, rcp(t))
+            syncwarp()
+            target = out + ((base + m0) * H + h) * (2 * D)
+            copy_rows(target, H * (2 * D), sq, wg * 64 + (warp & 3) * 16, T - m0)
+
+    return attention_forward_hopper
+
+
+def shared_bytes(D: int) -> int:
+    """Dynamic shared memory a block: alignment, Q, two stages of K and V, nine barriers."""
+    return 1024 + 2 * D * (64 * CONSUMERS[D] + 4 * KEYS) + 80
+
+
+def head_map(address: int, heads: int, row_stride: int, rows: int, p: Problem) -> int:
+    """Tensor map of one of q, k, v, out: (D, heads, T, B), copies of `rows` rows of 64 columns."""
+    strides = (2 * p.D, row_stride, p.T * row_stride)
+    return tensor_map(address, (p.D, heads, p.T, p.B), strides, (64, 1, rows, 1))
+
+
+def forward_launch(out: int, lse: int, q: int, k: int, v: int, p: Problem, stream: Any) -> None:
+    """Write out and lse (addresses); the problem must be causal and bfloat16."""
+    consumers = CONSUMERS[p.D]
+    launch = kernel(
+        make_attention_forward_hopper, SIGNATURE, 128 * (consumers + 1), shared_bytes(p.D), OPTIONS,
+        D=p.D, CONSUMERS=consumers,
+    )  # fmt: skip
+    heads, count = p.B * p.H, cdiv(p.T, 64 * consumers)
+    launch(
+        stream, (heads * count,), out, lse, head_map(q, p.H, p.q_stride, 64 * consumers, p),
+        head_map(k, p.G, p.kv_stride, KEYS, p), head_map(v, p.G, p.kv_stride, KEYS, p),
+        p.segment_start, heads, p.T, p.H, p.group, count, p.swath(2) * p.group,
+        p.scale * float(LOG2E),
+    )  # fmt: skip
+
+
+COMPILE_CASES = [
+    CompileCase(
+        make_attention_forward_hopper,
+        {"D": D, "CONSUMERS": consumers},
+        SIGNATURE,
+        128 * (consumers + 1),
+        shared_bytes(D),
+        OPTIONS,
+        only_cc=CC,
+    )
+    for D, consumers in CONSUMERS.items()
+]
