@@ -46,10 +46,9 @@ def check_user_function(device: Device) -> None:
         bias.backward(device.put(np.zeros((4, 12), DTYPES["bf16"])).array())
 
 
-# 33 and 300 rows, 32 groups: a second row for a group, for a warp of it. 264: two blocks.
-@pytest.mark.parametrize(("N", "M", "dtype"), [(33, 264, "bf16"), (300, 8, "fp32")])
-def test_simulated(N: int, M: int, dtype: str) -> None:
-    run_sim(check, N=N, M=M, accumulate=N > 64, dtype=dtype, grad_dtype=dtype, partials=32, runs=1)
+# 300 rows, 32 groups: a second row for a warp of a group. 264: two blocks of columns.
+def test_simulated() -> None:
+    run_sim(check, N=300, M=264, accumulate=True, partials=32, runs=1)
 
 
 @pytest.mark.gpu
