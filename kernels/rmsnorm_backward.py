@@ -14,9 +14,9 @@ Dtypes   bfloat16 or float32 (`dtype`); dweight bfloat16 or float32 (`grad_dtype
          float32.
 Errors   m: 8 * PIECES fused adds, 5 + WARPS levels. dx: six operations, one rounding, relative to
          rstd * (|weight dy| + |x| rstd mean|...|) + |dresidual|. dweight: each of the BLOCKS
-         partial sums takes N / BLOCKS adds, then 16 + 32 more: (N / BLOCKS + 50) * 2^-24 of sum
-         |terms|, one rounding. Block b owns rows (or pairs) b, b + BLOCKS, ...; BLOCKS is a
-         constant, so the order of every sum is fixed: bitwise reproducible on any card.
+         partial sums (column_sum.py) takes N / BLOCKS adds, then 16 + 32 more: (N / BLOCKS + 50) *
+         2^-24 of sum |terms|, one rounding. Block b owns rows (or pairs) b, b + BLOCKS, ...; BLOCKS
+         is a constant, so the order of every sum is fixed: bitwise reproducible on any card.
 Cost     Reads dy, x, dresidual once, writes dx once; 8 * BLOCKS * C bytes of partial sums beside
          it.
 Source   Derivative of Zhang & Sennrich 2019, eq. 4. Written from the equation.
@@ -30,31 +30,18 @@ from numba.cuda import types
 
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
+from llmq_nb.kernels.column_sum import column_sum_launch
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
-from llmq_nb.kernels.ptx import (
-    bf16x2,
-    bf_lo,
-    ffma,
-    ldg16,
-    ldg32f,
-    lds32f,
-    smem_addr,
-    stg16,
-    stg32f,
-    sts32f,
-)
+from llmq_nb.kernels.ptx import SIMULATED, ffma, ldg32f, stg32f
 from llmq_nb.kernels.reduce import make_block_sum
 from llmq_nb.kernels.vector import PIECE, vector
 
-BLOCKS = 512
-"""Row groups of stage one; never a function of the card."""
-COLUMNS, WARPS = 32, 32  # stage two: a block owns 32 columns, a warp every 32nd partial sum
-CELLS = COLUMNS * WARPS
-PARTIALS = BLOCKS // WARPS
+BLOCKS = 32 if SIMULATED else 512
+"""Row groups of stage one; a constant, so that no sum depends on the card. (A simulated block costs
+milliseconds, so there are fewer of them.)"""
 ZERO, NO_BITS = np.float32(0.0), np.uint32(0)
 SIGNATURE = (types.uint64,) * 8 + (types.int32,)
-SUM_SIGNATURE = (types.uint64, types.uint64, types.int32)
 
 
 def threads_of(C: int) -> int:
@@ -149,37 +136,6 @@ def make_rmsnorm_backward(C: int, residual: bool, absmax: bool, dtype: str):
     return rmsnorm_backward
 
 
-def make_rmsnorm_backward_sum(accumulate: bool, grad_dtype: str):
-    """Stage two: dweight (+)= the BLOCKS partial sums of every column, in a fixed order."""
-    ACCUMULATE, BF16 = accumulate, grad_dtype == "bf16"
-
-    def rmsnorm_backward_sum(dweight, scratch, C):
-        shared = smem_addr(cuda.shared.array(CELLS, dtype=types.float32))
-        lane = cuda.threadIdx.x & 31
-        warp = cuda.threadIdx.x >> 5
-        column = cuda.blockIdx.x * COLUMNS + lane
-        total = ZERO
-        if column < C:
-            for k in range(PARTIALS):
-                total = total + ldg32f(scratch + (np.int64(warp + k * WARPS) * C + column) * 4)
-        sts32f(shared + (warp * COLUMNS + lane) * 4, total)
-        cuda.syncthreads()  # every warp's sum is there
-        if warp == 0 and column < C:
-            total = ZERO
-            for k in range(WARPS):
-                total = total + lds32f(shared + (k * COLUMNS + lane) * 4)
-            if BF16:
-                if ACCUMULATE:
-                    total = total + bf_lo(ldg16(dweight + column * 2))
-                stg16(dweight + column * 2, bf16x2(total, ZERO))
-            else:
-                if ACCUMULATE:
-                    total = total + ldg32f(dweight + column * 4)
-                stg32f(dweight + column * 4, total)
-
-    return rmsnorm_backward_sum
-
-
 def rmsnorm_backward_launch(
     dx: int, dweight: int, dy: int, dresidual: int, x: int, weight: int, rstd: int, *, scratch: int,
     rows: int, C: int, accumulate: bool, absmax: int = 0, dtype: str = "bf16",
@@ -191,16 +147,15 @@ def rmsnorm_backward_launch(
     constants = {"C": C, "residual": bool(dresidual), "absmax": bool(absmax), "dtype": dtype}
     k = kernel(make_rmsnorm_backward, SIGNATURE, threads=threads_of(C), **constants)
     k(stream, (BLOCKS,), dx, scratch, absmax, dy, dresidual, x, weight, rstd, rows)
-    s = kernel(
-        make_rmsnorm_backward_sum, SUM_SIGNATURE, threads=CELLS, accumulate=accumulate,
-        grad_dtype=grad_dtype,
+    column_sum_launch(
+        dweight, scratch, partials=BLOCKS, columns=C, stride=C, accumulate=accumulate,
+        dtype=grad_dtype, stream=stream,
     )  # fmt: skip
-    s(stream, (cdiv(C, COLUMNS),), dweight, scratch, C)
 
 
 def rmsnorm_backward_scratch(C: int) -> int:
     """Bytes of scratch memory."""
-    return BLOCKS * C * 4
+    return 4 * BLOCKS * C
 
 
 def backward(dy: Any, x: Any, weight: Any, rstd: Any, *, dresidual: Any = None) -> tuple[Any, Any]:
@@ -265,12 +220,4 @@ COMPILE_CASES = [
         threads_of(C),
     )
     for C, dtype in [(896, "bf16"), (1536, "bf16"), (4096, "bf16"), (5120, "bf16"), (896, "fp32")]
-] + [
-    CompileCase(
-        make_rmsnorm_backward_sum,
-        {"accumulate": accumulate, "grad_dtype": dtype},
-        SUM_SIGNATURE,
-        CELLS,
-    )
-    for accumulate, dtype in [(False, "bf16"), (True, "bf16"), (True, "fp32")]
 ]

@@ -12,6 +12,7 @@ from llmq_nb.kernels.attention import attention_scratch_bytes
 from llmq_nb.kernels.bias import bias_backward_scratch
 from llmq_nb.kernels.global_norm import CHUNK
 from llmq_nb.kernels.matmul import WORKSPACE_BYTES
+from llmq_nb.kernels.qk_norm import qk_norm_backward_scratch
 from llmq_nb.kernels.rmsnorm_backward import rmsnorm_backward_scratch
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.scalars import SCALAR_WORDS
@@ -45,9 +46,7 @@ def scratch_bytes(config: Config, model: ModelConfig) -> int:
         4 * sum(norm_chunks(model)),
     ]
     if model.qk_norm:
-        from llmq_nb.kernels.qk_norm import qk_norm_scratch
-
-        sizes.append(qk_norm_scratch(model.D))
+        sizes.append(qk_norm_backward_scratch(model.D))
     return max(sizes)
 
 

@@ -167,6 +167,7 @@ class GpuDevice(Device):
     def close(self) -> None:
         for address in self.allocated:
             self.core.free(address)
+        self.core.check(self.core.driver().cuStreamDestroy(self.stream), "cuStreamDestroy")
 
 
 class _Borrowed:

@@ -20,6 +20,7 @@ from llmq_nb.kernels import (
     elementwise,
     embedding,
     global_norm,
+    qk_norm,
     reduce_loss,
     rmsnorm,
     rmsnorm_backward,
@@ -140,8 +141,6 @@ class CudaOps:
     def qk_norm(
         self, heads: Tensor, rstd: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor
     ) -> None:
-        from llmq_nb.kernels import qk_norm
-
         qk_norm.qk_norm_forward_launch(
             heads.data, rstd.data, qkv.data, q_weight.data, k_weight.data, rows=qkv.shape[0],
             eps=self.model.norm_eps, **self._heads(), **self._common(qkv),
@@ -160,8 +159,6 @@ class CudaOps:
         *,
         accumulate: bool,
     ) -> None:
-        from llmq_nb.kernels import qk_norm
-
         qk_norm.qk_norm_backward_launch(
             dqkv.data, dq_weight.data, dk_weight.data, dheads.data, qkv.data, q_weight.data,
             k_weight.data, rstd.data, scratch=self._scratch, rows=qkv.shape[0],
