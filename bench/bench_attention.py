@@ -25,6 +25,8 @@ from llmq_nb.kernels import (
     attention,
     attention_hopper,
     attention_hopper_backward,
+    attention_hopper_dkdv,
+    attention_hopper_tiles,
     attention_tiles,
 )
 from llmq_nb.kernels.attention import Tiles, attention_backward_flops, attention_flops
@@ -159,8 +161,8 @@ def time_torch(torch: Any, name: str, case: Case) -> None:
 
 def options(D: int, cc: tuple[int, int], every: bool) -> list[tuple[str, Tiles | None]]:
     """Labelled tile shapes: the default, mma.sync beside wgmma, and with `every` each candidate."""
-    found: list[tuple[str, Tiles | None]] = [("default", None)]
-    if cc == attention_hopper.CC:
+    found: list[tuple[str, Tiles | None]] = [("default", attention.default_tiles(D, cc))]
+    if cc == attention_hopper_tiles.CC:
         found = [("wgmma", None), ("mma.sync", attention.default_tiles(D, (8, 0)))]
     if every:
         found += [(str(tiles), tiles) for tiles in attention.candidate_tiles(D)]
@@ -178,8 +180,11 @@ def swath(mebibytes: int) -> Iterator[None]:
 @contextlib.contextmanager
 def shapes(forward: int, dkdv: int, dq: tuple[int, int]) -> Iterator[None]:
     """Other warpgroup counts of the wgmma kernels, D = 64."""
-    backward = attention_hopper_backward
-    tables = attention_hopper.CONSUMERS, backward.DKDV_CONSUMERS, backward.DQ_SHAPES
+    tables: list[dict[int, Any]] = [
+        attention_hopper.CONSUMERS,
+        attention_hopper_dkdv.CONSUMERS,
+        attention_hopper_backward.SHAPES,
+    ]
     before = [table[64] for table in tables]
     for table, value in zip(tables, (forward, dkdv, dq), strict=True):
         table[64] = value
@@ -193,6 +198,8 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", default=list(cases()), choices=list(cases()))
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--swath", nargs="*", type=int, default=[])
+    parser.add_argument("--no-wgmma", action="store_true")
+    parser.add_argument("--waves", action="store_true", help="wgmma, a block for every item")
     parser.add_argument("--shapes", action="store_true", help="wgmma at D = 64")
     arguments = parser.parse_args()
     try:
@@ -200,13 +207,18 @@ def main() -> None:
     except ImportError:
         torch = None
     with Bench("attention") as bench:
+        cc = (8, 0) if arguments.no_wgmma else bench.device.cc
         for name in arguments.case:
             case = cases()[name]
             kept = len(bench.addresses)
-            time_ours(bench, name, case, options(case.D, bench.device.cc, arguments.tiles))
+            time_ours(bench, name, case, options(case.D, cc, arguments.tiles))
             for size in arguments.swath:
                 with swath(size):
                     time_ours(bench, name, case, [(f"swath {size} MiB", None)])
+            if arguments.waves:
+                attention_hopper_tiles.PERSISTENT = False
+                time_ours(bench, name, case, [("not persistent", None)])
+                attention_hopper_tiles.PERSISTENT = True
             if arguments.shapes and case.D == 64:
                 for other in ((2, 2, (2, 128)), (3, 3, (2, 64))):
                     with shapes(*other):

@@ -3,7 +3,7 @@ r"""Attention forward on wgmma and TMA, for sm_90 (equations: attention.py; caus
 One producer warp fetches tiles by TMA; CONSUMERS warpgroups own 64 query rows each. S = Q K^T of a
 tile is issued with the last tile's P V, which then runs under the softmax of S. K and V have two
 stages each; every consumer thread frees a stage on its empty barrier (one arrival a warp would be a
-race with the other lanes' reads).
+race with the other lanes' reads). A block takes item after item (QUERIES rows of a head).
 
 Two rules keep ptxas from serialising the wgmma: every operand register is final before the first
 wgmma of a stage (pins), and P is packed from S only after P V has ended.
@@ -19,138 +19,66 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
+from llmq_nb.kernels.attention_hopper_tiles import (
+    CC,
+    HALF_ROW,
+    K_MAJOR,
+    OPTIONS,
+    REGISTERS,
+    WARPGROUP_HALF,
+    descriptor,
+    head_map,
+    make_copy_half_rows,
+    make_item,
+    make_load_halves,
+    make_mask_hopper,
+    make_pack,
+    make_product,
+    make_product_registers,
+    make_stage_half_rows,
+    n_major,
+    next_work,
+    persistent_grid,
+)
 from llmq_nb.kernels.attention_tiles import (
     FIRST_MAXIMUM,
     LN2,
     LOG2E,
-    MASKED,
     ZERO,
     Problem,
-    block_order,
     divide,
     first_key,
 )
-from llmq_nb.kernels.compile import CompileCase, Options
+from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
-    bar_sync,
-    bf16x2,
     ex2,
     ffma,
     fmax,
-    lds128,
     lg2,
     rcp,
-    sel_gt,
     smem_addr,
     stg32f,
-    stg128,
-    sts32,
     syncwarp,
 )
 from llmq_nb.kernels.ptx_hopper import (
     fence_async,
     make_pin,
     make_set_registers,
-    make_wgmma,
     make_wgmma_fence,
     make_wgmma_wait,
     mbar_arrive,
     mbar_expect,
     mbar_init,
     mbar_wait,
-    tma_4d,
     wgmma_commit,
 )
 from llmq_nb.kernels.reduce import quad_max, quad_sum
-from llmq_nb.kernels.tensor_map import tensor_map
 
 SIGNATURE = (types.uint64,) * 6 + (types.int32,) * 6 + (types.float32,)
-OPTIONS = Options(arch_specific=True)
-CC = (9, 0)
 KEYS = 128
 CONSUMERS = {64: 3, 128: 2}
 """Warpgroups of 64 queries, by head_dim: as many as the registers hold."""
-REGISTERS = {2: (24, 240), 3: (32, 160)}
-"""Of a producer and a consumer thread, by the number of consumer warpgroups."""
-HALF_ROW = 128
-"""Bytes of a row of 64 columns: a D = 128 tile is two halves, one after the other."""
-WARPGROUP_HALF = 64 * HALF_ROW
-K_MAJOR = np.uint64(1 << 62 | 64 << 32 | 1 << 16)
-"""Descriptor of a K-major operand: 128-byte swizzle, eight rows 1024 bytes apart."""
-
-
-@cuda.jit(device=True)
-def descriptor(base, address):
-    """wgmma descriptor of a tile at a shared address; adding bytes / 16 moves it."""
-    return base | np.uint64((address & 0x3FFFF) >> 4)
-
-
-def n_major(half_bytes: int) -> np.uint64:
-    """Descriptor of an operand whose rows run along k, its 64-column halves this far apart."""
-    return np.uint64(1 << 62 | 64 << 32 | (half_bytes >> 4) << 16)
-
-
-def make_product(D: int, COLUMNS: int, A_HALF: int, B_HALF: int):
-    """product(s, a, b): s[64, COLUMNS] = A[64, D] B[COLUMNS, D]^T from descriptors, not awaited."""
-    mma = make_wgmma(COLUMNS)
-    STEPS = D // 16
-    A_STEP = A_HALF >> 4
-    B_STEP = B_HALF >> 4
-
-    @cuda.jit(device=True)
-    def product(s, a, b):
-        for kk in range(STEPS):
-            across = (kk & 3) * 2
-            mma(
-                s, a + ((kk >> 2) * A_STEP + across), b + ((kk >> 2) * B_STEP + across),
-                1 if kk > 0 else 0,
-            )  # fmt: skip
-
-    return product
-
-
-def make_product_registers(D: int, ROWS: int):
-    """product(acc, p, b): acc[64, D] += P[64, ROWS] B[ROWS, D], P in registers, not awaited."""
-    mma = make_wgmma(D, registers=True, trans_b=1)
-    STEPS = ROWS // 16
-
-    @cuda.jit(device=True)
-    def product(acc, p, b):
-        for kk in range(STEPS):
-            mma(acc, p, kk * 4, b + kk * (16 * HALF_ROW >> 4), 1)
-
-    return product
-
-
-def make_pack(COUNT: int):
-    """pack(s, p): 2 * COUNT float32 to COUNT pairs of bfloat16."""
-
-    @cuda.jit(device=True)
-    def pack(s, p):
-        for j in range(COUNT):
-            p[j] = bf16x2(s[2 * j], s[2 * j + 1])
-
-    return pack
-
-
-def make_mask_hopper(COLUMNS: int):
-    """mask(s, key, row, starts): mask scores; key, row: this lane's first column and row; starts:
-    document starts of the lane's two rows."""
-    N8 = COLUMNS // 8
-
-    @cuda.jit(device=True)
-    def mask(s, key, row, starts):
-        for r in range(2):
-            above = key - row
-            below = starts[r] - key
-            for j in range(N8):
-                for c in range(2):
-                    i = 4 * j + 2 * r + c
-                    x = sel_gt(above, r * 8 - (j * 8 + c), MASKED, s[i])
-                    s[i] = sel_gt(below, j * 8 + c, MASKED, x)
-
-    return mask
 
 
 def make_softmax_hopper(COLUMNS: int):
@@ -180,52 +108,6 @@ def make_softmax_hopper(COLUMNS: int):
     return softmax
 
 
-def make_stage_half_rows(D: int, HALF: int):
-    """stage(shared, acc, r, row, factor): one of this lane's two rows of a wgmma accumulator as
-    bfloat16, in the swizzled halves that TMA uses."""
-    D8 = D // 8
-
-    @cuda.jit(device=True)
-    def stage(shared, acc, r, row, factor):
-        lane = cuda.threadIdx.x & 31
-        for j in range(D8):
-            chunk = ((j & 7) ^ (row & 7)) << 4
-            word = shared + (j >> 3) * HALF + row * HALF_ROW + chunk + ((lane & 3) << 2)
-            sts32(word, bf16x2(acc[4 * j + 2 * r] * factor, acc[4 * j + 2 * r + 1] * factor))
-
-    return stage
-
-
-def make_copy_half_rows(D: int, HALF: int):
-    """copy(target, stride, shared, row, rows): as copy_rows, for 16 rows a warp in halves."""
-    CHUNKS = D // 8
-    COUNT = CHUNKS // 2
-
-    @cuda.jit(device=True)
-    def copy(target, stride, shared, row, rows):
-        lane = cuda.threadIdx.x & 31
-        for i in range(COUNT):
-            r = row + (i * 32 + lane) // CHUNKS
-            c = (i * 32 + lane) % CHUNKS
-            if r < rows:
-                word = shared + (c >> 3) * HALF + r * HALF_ROW + (((c & 7) ^ (r & 7)) << 4)
-                stg128(target + r * stride + c * 16, lds128(word))
-
-    return copy
-
-
-def make_load_halves(D: int, HALF: int):
-    """load(shared, map, head, row, sequence, barrier): one tile by TMA, half by half."""
-    HALVES = D // 64
-
-    @cuda.jit(device=True)
-    def load(shared, tensor, head, row, sequence, barrier):
-        for i in range(HALVES):
-            tma_4d(shared + i * HALF, tensor, i * 64, head, row, sequence, barrier)
-
-    return load
-
-
 def make_attention_forward_hopper(D: int, CONSUMERS: int):
     """Kernel for CONSUMERS warpgroups; arguments: addresses, tensor maps, extents."""
     QUERIES = 64 * CONSUMERS
@@ -239,6 +121,7 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
     ACC = D // 2
     D8 = D // 8
     N_MAJOR = n_major(KV_HALF)
+    item_of = make_item(QUERIES, KEYS)
     release = make_set_registers(REGISTERS[CONSUMERS][0], increase=False)
     take = make_set_registers(REGISTERS[CONSUMERS][1], increase=True)
     load_q = make_load_halves(D, Q_HALF)
@@ -264,45 +147,51 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
         sq = np.uint32((smem_addr(cuda.shared.array(0, dtype=types.uint32)) + 1023) & 0xFFFFFC00)
         sk = np.uint32(sq + Q_BYTES)
         sv = np.uint32(sk + 2 * KV_BYTES)
-        q_full = np.uint32(sv + 2 * KV_BYTES)  # barriers, 8 bytes each; two stages where two
+        so = np.uint32(sv + 2 * KV_BYTES)
+        q_full = np.uint32(so + Q_BYTES)  # barriers, 8 bytes each; two stages where two
         k_full = np.uint32(q_full + 8)
         v_full = np.uint32(q_full + 24)
-        k_empty = np.uint32(q_full + 40)
-        v_empty = np.uint32(q_full + 56)
+        q_empty = np.uint32(q_full + 40)
+        k_empty = np.uint32(q_full + 48)
+        v_empty = np.uint32(q_full + 64)
         tid = cuda.threadIdx.x
         warp = tid >> 5
         lane = tid & 31
-        bh, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)
-        b = divide(bh, H)
-        h = bh - b * H
-        base = np.int64(b) * T
-        m0 = (tiles - 1 - tile) * QUERIES  # the longest rows first
-        n_last = (min(m0 + QUERIES, T) - 1) // KEYS
-        count = n_last + 1 - first_key(segment_start, base + m0) // KEYS
         if tid == 0:
             for i in range(5):
                 mbar_init(q_full + i * 8, 1)
-            for i in range(4):
-                mbar_init(k_empty + i * 8, ARRIVALS)
+            for i in range(5):
+                mbar_init(q_empty + i * 8, ARRIVALS)
             fence_async()
         cuda.syncthreads()  # the barriers exist
+        turn = np.uint32(0)  # tiles before this item: stage and phase of every barrier
+        item = 0
+        work = next_work(0)
 
         if warp >= 4 * CONSUMERS:
             release()
             if tid == ARRIVALS:
-                g = divide(h, group)
-                mbar_expect(q_full, Q_BYTES)
-                load_q(sq, q_map, h, m0, b, q_full)
-                for i in range(count):
-                    stage = i & 1
-                    free = ((i >> 1) & 1) ^ 1
-                    row = (n_last - i) * KEYS
-                    mbar_wait(k_empty + stage * 8, free)
-                    mbar_expect(k_full + stage * 8, KV_BYTES)
-                    load_kv(sk + stage * KV_BYTES, k_map, g, row, b, k_full + stage * 8)
-                    mbar_wait(v_empty + stage * 8, free)
-                    mbar_expect(v_full + stage * 8, KV_BYTES)
-                    load_kv(sv + stage * KV_BYTES, v_map, g, row, b, v_full + stage * 8)
+                while work < heads * tiles:
+                    b, h, m0, n_last, count = item_of(
+                        work, segment_start, heads, T, H, tiles, swath
+                    )
+                    g = divide(h, group)
+                    mbar_wait(q_empty, (item & 1) ^ 1)
+                    mbar_expect(q_full, Q_BYTES)
+                    load_q(sq, q_map, h, m0, b, q_full)
+                    for i in range(count):
+                        stage = turn & 1
+                        free = ((turn >> 1) & 1) ^ 1
+                        row = (n_last - i) * KEYS
+                        mbar_wait(k_empty + stage * 8, free)
+                        mbar_expect(k_full + stage * 8, KV_BYTES)
+                        load_kv(sk + stage * KV_BYTES, k_map, g, row, b, k_full + stage * 8)
+                        mbar_wait(v_empty + stage * 8, free)
+                        mbar_expect(v_full + stage * 8, KV_BYTES)
+                        load_kv(sv + stage * KV_BYTES, v_map, g, row, b, v_full + stage * 8)
+                        turn = np.uint32(turn + 1)
+                    item += 1
+                    work = next_work(item)
         else:
             take()
             wg = warp >> 2
@@ -313,94 +202,100 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
             total = cuda.local.array(2, dtype=np.float32)
             shrink = cuda.local.array(2, dtype=np.float32)
             starts = cuda.local.array(2, dtype=np.int32)
-            for i in range(ACC):
-                acc[i] = ZERO
-            for i in range(64):
-                s[i] = ZERO
             tile_row = wg * 64 + (warp & 3) * 16 + (lane >> 2)
-            for r in range(2):
-                largest[r] = FIRST_MAXIMUM
-                total[r] = ZERO
-                starts[r] = first_key(segment_start, base + min(m0 + tile_row + r * 8, T - 1))
-            mixed = first_key(segment_start, base + min(m0 + wg * 64 + 63, T - 1))
             query = descriptor(K_MAJOR, sq + wg * WARPGROUP_HALF)
             key = descriptor(K_MAJOR, sk)
             value = descriptor(N_MAJOR, sv)
             column = (lane & 3) << 1
-            # the tile with this warpgroup's diagonal; a tile above it is only released
-            skip = n_last - min(m0 + wg * 64, T - 1) // KEYS
-            if skip > 0:
-                mbar_wait(k_full, 0)
-                mbar_wait(v_full, 0)
-                mbar_arrive(k_empty)
-                mbar_arrive(v_empty)
-            mbar_wait(q_full, 0)
-            mbar_wait(k_full + skip * 8, 0)
-            fence_scores(s)
-            scores(s, query, key + skip * STAGE)
-            wgmma_commit()
-            wait_first(s)
-            mbar_arrive(k_empty + skip * 8)
-            mask(s, (n_last - skip) * KEYS + column, m0 + tile_row, starts)
-            softmax(s, largest, total, shrink, scale_log2)
-            pack(s, p)
-            for i in range(skip + 1, count):
-                stage = i & 1
-                before = stage ^ 1
-                mbar_wait(k_full + stage * 8, (i >> 1) & 1)
-                mbar_wait(v_full + before * 8, ((i - 1) >> 1) & 1)
-                pin_acc(acc)
-                pin_p(p)
+            while work < heads * tiles:
+                b, h, m0, n_last, count = item_of(work, segment_start, heads, T, H, tiles, swath)
+                base = np.int64(b) * T
+                for i in range(ACC):
+                    acc[i] = ZERO
+                for i in range(64):
+                    s[i] = ZERO
+                for r in range(2):
+                    largest[r] = FIRST_MAXIMUM
+                    total[r] = ZERO
+                    starts[r] = first_key(segment_start, base + min(m0 + tile_row + r * 8, T - 1))
+                mixed = first_key(segment_start, base + min(m0 + wg * 64 + 63, T - 1))
+                # the tile with this warpgroup's diagonal; a tile above it is only released
+                skip = n_last - min(m0 + wg * 64, T - 1) // KEYS
+                stage = turn & 1
+                if skip > 0:
+                    mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
+                    mbar_wait(v_full + stage * 8, (turn >> 1) & 1)
+                    mbar_arrive(k_empty + stage * 8)
+                    mbar_arrive(v_empty + stage * 8)
+                    turn = np.uint32(turn + 1)
+                    stage = turn & 1
+                mbar_wait(q_full, item & 1)
+                mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
                 fence_scores(s)
                 scores(s, query, key + stage * STAGE)
                 wgmma_commit()
+                wait_first(s)
+                mbar_arrive(k_empty + stage * 8)
+                mask(s, (n_last - skip) * KEYS + column, m0 + tile_row, starts)
+                softmax(s, largest, total, shrink, scale_log2)
+                pack(s, p)
+                for n in range(n_last - skip - 1, n_last - count, -1):
+                    before = turn & 1
+                    parity = (turn >> 1) & 1
+                    turn = np.uint32(turn + 1)
+                    stage = turn & 1
+                    mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
+                    mbar_wait(v_full + before * 8, parity)
+                    pin_acc(acc)
+                    pin_p(p)
+                    fence_scores(s)
+                    scores(s, query, key + stage * STAGE)
+                    wgmma_commit()
+                    accumulate(acc, p, value + before * STAGE)
+                    wgmma_commit()
+                    wait_scores(s)
+                    mbar_arrive(k_empty + stage * 8)
+                    if n * KEYS < mixed:
+                        mask(s, n * KEYS + column, m0 + tile_row, starts)
+                    softmax(s, largest, total, shrink, scale_log2)
+                    wait_acc(acc)
+                    pin_p(p)  # P is read until here: keeps the next P in other registers
+                    mbar_arrive(v_empty + before * 8)
+                    for j in range(D8):
+                        for c in range(4):
+                            acc[4 * j + c] = acc[4 * j + c] * shrink[c >> 1]
+                    pack(s, p)
+                mbar_arrive(q_empty)
+                before = turn & 1
+                mbar_wait(v_full + before * 8, (turn >> 1) & 1)
+                pin_p(p)
+                fence_acc(acc)
                 accumulate(acc, p, value + before * STAGE)
                 wgmma_commit()
-                wait_scores(s)
-                mbar_arrive(k_empty + stage * 8)
-                n = n_last - i
-                if n * KEYS < mixed:
-                    mask(s, n * KEYS + column, m0 + tile_row, starts)
-                softmax(s, largest, total, shrink, scale_log2)
                 wait_acc(acc)
-                pin_p(p)  # P is read until here: keeps the next P in other registers
                 mbar_arrive(v_empty + before * 8)
-                for j in range(D8):
-                    for c in range(4):
-                        acc[4 * j + c] = acc[4 * j + c] * shrink[c >> 1]
-                pack(s, p)
-            before = (count - 1) & 1
-            mbar_wait(v_full + before * 8, ((count - 1) >> 1) & 1)
-            pin_p(p)
-            fence_acc(acc)
-            accumulate(acc, p, value + before * STAGE)
-            wgmma_commit()
-            wait_acc(acc)
+                turn = np.uint32(turn + 1)
 
-            bar_sync(wg + 1, 128)  # every warp of the group has read its Q
-            for r in range(2):
-                row = tile_row + r * 8
-                t = quad_sum(total[r])
-                if (lane & 3) == 0 and m0 + row < T:
-                    result = (largest[r] * scale_log2 + lg2(t)) * LN2
-                    stg32f(lse + (np.int64(bh) * T + m0 + row) * 4, result)
-                stage_rows(sq, acc, r, row, rcp(t))
-            syncwarp()
-            target = out + ((base + m0) * H + h) * (2 * D)
-            copy_rows(target, H * (2 * D), sq, wg * 64 + (warp & 3) * 16, T - m0)
+                for r in range(2):
+                    row = tile_row + r * 8
+                    t = quad_sum(total[r])
+                    if (lane & 3) == 0 and m0 + row < T:
+                        result = (largest[r] * scale_log2 + lg2(t)) * LN2
+                        stg32f(lse + ((np.int64(b) * H + h) * T + m0 + row) * 4, result)
+                    stage_rows(so, acc, r, row, rcp(t))
+                syncwarp()
+                target = out + ((base + m0) * H + h) * (2 * D)
+                copy_rows(target, H * (2 * D), so, wg * 64 + (warp & 3) * 16, T - m0)
+                syncwarp()  # the staged rows have been read
+                item += 1
+                work = next_work(item)
 
     return attention_forward_hopper
 
 
 def shared_bytes(D: int) -> int:
-    """Dynamic shared memory a block: alignment, Q, two stages of K and V, nine barriers."""
-    return 1024 + 2 * D * (64 * CONSUMERS[D] + 4 * KEYS) + 80
-
-
-def head_map(address: int, heads: int, row_stride: int, rows: int, p: Problem) -> int:
-    """Tensor map of one of q, k, v, out: (D, heads, T, B), copies of `rows` rows of 64 columns."""
-    strides = (2 * p.D, row_stride, p.T * row_stride)
-    return tensor_map(address, (p.D, heads, p.T, p.B), strides, (64, 1, rows, 1))
+    """Dynamic shared memory a block: alignment, Q and out, two stages of K and V, ten barriers."""
+    return 1024 + 2 * D * (128 * CONSUMERS[D] + 4 * KEYS) + 80
 
 
 def forward_launch(out: int, lse: int, q: int, k: int, v: int, p: Problem, stream: Any) -> None:
@@ -412,7 +307,8 @@ def forward_launch(out: int, lse: int, q: int, k: int, v: int, p: Problem, strea
     )  # fmt: skip
     heads, count = p.B * p.H, cdiv(p.T, 64 * consumers)
     launch(
-        stream, (heads * count,), out, lse, head_map(q, p.H, p.q_stride, 64 * consumers, p),
+        stream, (persistent_grid(heads * count),), out, lse,
+        head_map(q, p.H, p.q_stride, 64 * consumers, p),
         head_map(k, p.G, p.kv_stride, KEYS, p), head_map(v, p.G, p.kv_stride, KEYS, p),
         p.segment_start, heads, p.T, p.H, p.group, count, p.swath(2) * p.group,
         p.scale * float(LOG2E),
