@@ -20,9 +20,16 @@ from numpy.typing import NDArray
 
 from llmq_nb.core.dtype import DType
 from llmq_nb.core.errors import MachineError, UserError
+from llmq_nb.core.files import (
+    atomic_file,
+    check_space,
+    fsync_path,
+    json_bytes,
+    nearest_existing,
+)
 from llmq_nb.io.config_json import model_config_json
 from llmq_nb.io.hf_config import write_model_config
-from llmq_nb.io.safetensors_io import TensorSpec, atomic_file, fsync_folder, write_sharded
+from llmq_nb.io.safetensors_io import TensorSpec, write_sharded
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import Parameter, RowView, model_parameters
 
@@ -68,7 +75,10 @@ def export_model(
     settings = _generation(config, generation, tokenizer_dir)
     specs, owner = _plan(config, dtype)
     _check_target(out)
-    _check_space(out, sum(s.nbytes for s in specs) + sum(p.stat().st_size for p in copies.values()))
+    # an old export stays until the new one is complete, so its bytes do not count as free
+    payload = sum(s.nbytes for s in specs) + sum(p.stat().st_size for p in copies.values())
+    mend = "free some, or choose another disk"
+    check_space(out.parent, payload + _SLACK, "the export", mend=mend)
     with _staging(out) as stage:
         write_model_config(config, stage, dtype)
         _write_json(stage / GENERATION_NAME, settings)
@@ -164,7 +174,7 @@ def _check_target(out: Path) -> None:
         if foreign is not None:
             mend = "choose a new folder, or empty this one"
             raise UserError(f"'{foreign}' is in {out} and no export wrote it", mend=mend)
-    parent = _existing_parent(out)
+    parent = nearest_existing(out.parent)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to {parent}", mend="choose another output folder")
 
@@ -178,21 +188,6 @@ def _foreign(out: Path) -> str | None:
     return min((path.name for path in out.iterdir() if path.name not in ours), default=None)
 
 
-def _existing_parent(out: Path) -> Path:
-    parent = out.parent
-    while not parent.exists():
-        parent = parent.parent
-    return parent
-
-
-def _check_space(out: Path, payload: int) -> None:
-    """An old export stays until the new one is complete, so its bytes do not count as free."""
-    needed, free = payload + _SLACK, shutil.disk_usage(_existing_parent(out)).free
-    if free < needed:
-        what = f"the export needs {needed:,} bytes and {free:,} are free"
-        raise UserError(what, where=str(out.parent), mend="free some, or choose another disk")
-
-
 @contextlib.contextmanager
 def _staging(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` when the block ends; removed if the block fails."""
@@ -204,11 +199,11 @@ def _staging(out: Path) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)  # of an export that was killed
         stage.mkdir()
         yield stage
-        fsync_folder(stage)
+        fsync_path(stage)
         if out.exists():
             out.rename(old)
         stage.rename(out)
-        fsync_folder(out.parent)
+        fsync_path(out.parent)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise MachineError(f"export to {out} failed, nothing was changed: {reason}") from error
@@ -226,4 +221,4 @@ def _restore(old: Path, out: Path) -> None:
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     with atomic_file(path) as file:
-        file.write((json.dumps(data, indent=2, sort_keys=True) + "\n").encode())
+        file.write(json_bytes(data))

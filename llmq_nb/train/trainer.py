@@ -30,8 +30,8 @@ from llmq_nb.report.metrics import EvalMetrics, StepMetrics
 from llmq_nb.train import setup, snapshot
 from llmq_nb.train.checkpoint import (
     Checkpoint,
+    check_checkpoint_space,
     check_out_dir,
-    check_space,
     checkpoint_bytes,
     latest_checkpoint,
     save_checkpoint,
@@ -89,7 +89,7 @@ class Trainer:
         check_schedule(config.schedule, self.total_steps)
         tuning = None if checkpoint is None else checkpoint.state.get("tuning")
         self.engine: Engine = make_engine(self.device.kind, config, self.model, tuning)
-        check_space(self.checkpoints, 2 * self._checkpoint_bytes())
+        check_checkpoint_space(self.checkpoints, 2 * self._checkpoint_bytes())
         self.progress = self._start(checkpoint, announce)
         self._before = self.progress
         self.loader = setup.open_loader(config, self.data.train, self.progress.position)
