@@ -1,7 +1,7 @@
 """Export: a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     OUT/config.json  generation_config.json  model.safetensors (or shards and their index)
-        tokenizer files as they were  .llmq_nb_export (what we wrote)
+        tokenizer files as they are  .llmq_nb_export (what we wrote)
 
 Everything goes to a staging folder beside OUT, is fsynced and then renamed, so OUT is complete or
 absent. Tensors leave one parameter at a time: memory is one parameter and its rounded copy.
@@ -51,7 +51,7 @@ def export_model(
     get: Callable[[Parameter], NDArray[Any]],
     *,
     dtype: DType = DType.BF16,
-    tokenizer_dir: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     generation: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -59,7 +59,7 @@ def export_model(
 
     get: the parameter's array in our shape (padded vocabulary, fused rows), called once for each in
         forward order; rounded to nearest into `dtype` (fp32 or bf16).
-    tokenizer_dir: a folder whose tokenizer files are copied, or a `tokenizer.json`.
+    tokenizer: a folder whose tokenizer files are copied, a `tokenizer.json`, or the files by name.
     generation: keys for generation_config.json; None takes the file beside the tokenizer if there
         is one. Token ids default to the config's.
     UserError before anything is written: foreign files in `out_dir`, folder not writable, too
@@ -71,20 +71,22 @@ def export_model(
         raise UserError(f"max_shard_size {max_shard_size}", mend="must be positive [bytes]")
     out = Path(os.path.realpath(out_dir))
     model_config_json(config, dtype)  # its errors come before any file
-    copies = _tokenizer_files(tokenizer_dir)
-    settings = _generation(config, generation, tokenizer_dir)
+    copies = _tokenizer_files(tokenizer)
+    if generation is None and isinstance(tokenizer, str | os.PathLike):
+        generation = _generation_beside(Path(tokenizer))
+    settings = _generation(config, generation or {})
     specs, owner = _plan(config, dtype)
     _check_target(out)
     # an old export stays until the new one is complete, so its bytes do not count as free
-    payload = sum(s.nbytes for s in specs) + sum(p.stat().st_size for p in copies.values())
+    payload = sum(s.nbytes for s in specs) + sum(map(len, copies.values()))
     mend = "free some, or choose another disk"
     check_space(out.parent, payload + _SLACK, "the export", mend=mend)
     with _staging(out) as stage:
         write_model_config(config, stage, dtype)
         _write_json(stage / GENERATION_NAME, settings)
-        for name, source in copies.items():
-            with source.open("rb") as file, atomic_file(stage / name) as copy:
-                shutil.copyfileobj(file, copy)
+        for name, data in copies.items():
+            with atomic_file(stage / name) as file:
+                file.write(data)
         read = _OneAtATime(get, owner, dtype)
         write_sharded(stage, specs, read, max_shard_size=max_shard_size)
         files = sorted(path.name for path in stage.iterdir())
@@ -128,25 +130,26 @@ def _plan(
     return specs, owner
 
 
-def _tokenizer_files(source: str | os.PathLike[str] | None) -> dict[str, Path]:
-    """Name in the export -> file."""
+def _tokenizer_files(
+    source: str | os.PathLike[str] | Mapping[str, bytes] | None,
+) -> Mapping[str, bytes]:
+    """Content of each tokenizer file by its name in the export."""
     if source is None:
         return {}
+    if isinstance(source, Mapping):
+        return source
     path = Path(source)
     if path.is_file() and path.name != "tokenizer.json":
-        return {"tokenizer.json": path}
+        return {"tokenizer.json": path.read_bytes()}
     folder = path.parent if path.is_file() else path
-    found = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    files = (folder / name for name in TOKENIZER_FILES)
+    found = {file.name: file.read_bytes() for file in files if file.is_file()}
     if not found:
         raise UserError(f"no tokenizer files in {folder}", mend="expected tokenizer.json there")
     return found
 
 
-def _generation(
-    config: ModelConfig,
-    generation: Mapping[str, Any] | None,
-    tokenizer_dir: str | os.PathLike[str] | None,
-) -> dict[str, Any]:
+def _generation(config: ModelConfig, generation: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of generation_config.json; ids of the config where none are given."""
     eos = list(config.eos_ids)
     ids: dict[str, Any] = {
@@ -154,15 +157,18 @@ def _generation(
         "eos_token_id": eos if len(eos) > 1 else (eos[0] if eos else None),
         "pad_token_id": config.pad_id,
     }
-    if generation is None and tokenizer_dir is not None:
-        path = Path(tokenizer_dir)
-        path = (path if path.is_dir() else path.parent) / GENERATION_NAME
-        if path.is_file():
-            try:
-                generation = dict(json.loads(path.read_bytes()))
-            except (ValueError, TypeError) as error:
-                raise UserError(f"no JSON object ({error})", where=str(path)) from error
-    return {**{k: v for k, v in ids.items() if v is not None}, **(generation or {})}
+    return {**{k: v for k, v in ids.items() if v is not None}, **generation}
+
+
+def _generation_beside(tokenizer: Path) -> dict[str, Any] | None:
+    """The generation_config.json beside a tokenizer, None if there is none."""
+    path = (tokenizer if tokenizer.is_dir() else tokenizer.parent) / GENERATION_NAME
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"no JSON object ({error})", where=str(path)) from error
 
 
 def _check_target(out: Path) -> None:

@@ -22,6 +22,7 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.core.errors import UserError
 from llmq_nb.data.loader import StepBatch, eval_batches
 from llmq_nb.data.packing import Packing
+from llmq_nb.data.tokenizer import export_source
 from llmq_nb.io.export import DEFAULT_SHARD_SIZE, export_model
 from llmq_nb.io.weights import check_weights, load_weights
 from llmq_nb.model.parameters import Parameter
@@ -194,13 +195,12 @@ class Trainer:
         def get(parameter: Parameter) -> NDArray[Any]:
             return self.engine.read(masters[parameter.name])
 
-        tokenizer = setup.tokenizer_path(self.config, self.source)
         return export_model(
             out_dir,
             self.model,
             get,
             dtype=DType(self.config.precision.dtype),
-            tokenizer_dir=None if tokenizer == "bytes" else tokenizer,
+            tokenizer=export_source(setup.tokenizer_path(self.config, self.source)),
             max_shard_size=max_shard_size,
         )
 

@@ -172,12 +172,12 @@ WEIGHTS = {
 @pytest.mark.parametrize("command", ["train", "eval", "export"])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_tensors(name: str, command: str, cli: Cli, base: Path, tmp_path: Path) -> None:
-    from llmq_nb.core.safetensors_file import open_safetensors
+    from llmq_nb.io.safetensors_io import SafetensorsFile
 
     folder = Path(shutil.copytree(base, tmp_path / "run"))
     change, words = WEIGHTS[name]
     file = folder / "whole/model.safetensors"
-    tensors = {key: np.array(value) for key, value in open_safetensors(file).items()}
+    tensors = {key: np.array(value) for key, value in SafetensorsFile(file).views().items()}
     change(tensors)
     library_save(file, tensors)
     write_config(folder, {"model": {"path": "whole"}})
