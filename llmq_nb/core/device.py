@@ -1,5 +1,6 @@
-"""One GPU through cuda-python: open it, name its errors, make streams and events. Importing needs
-no driver.
+"""One GPU through cuda-python: open it, name its errors, make streams and events.
+
+Importing this needs no driver.
 
 Handles stay what cuda-python returns (CUstream, CUevent, CUdeviceptr); `check` turns every result
 into a value or a DeviceError that names the call.

@@ -104,6 +104,7 @@ class Loader:
 
     @property
     def windows_per_epoch(self) -> int:
+        """Windows of seq_len tokens in one pass over the store."""
         return len(self.packing)
 
     def next_step(self) -> StepBatch:

@@ -69,6 +69,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its data in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -96,6 +96,7 @@ class WeightFiles:
         return sorted(self._file_of)
 
     def spec(self, name: str) -> TensorSpec:
+        """Stored dtype and shape of a tensor. KeyError if there is none of that name."""
         return self._file_of[name].specs[name]
 
     def path(self, name: str) -> Path:

@@ -1,9 +1,8 @@
 """Weights (and gradients) of a model behind gather, get and release.
 
 A unit is what is made resident at once: the embedding, one block, or the head. The model asks for
-units
-and never knows where they live: resident, sharded over ranks and host-backed stores satisfy one
-protocol.
+units and never knows where they live: resident, sharded over ranks and host-backed stores satisfy
+one protocol.
 """
 
 from typing import Literal, Protocol

@@ -47,6 +47,7 @@ class JsonlLog:
         self.close()
 
     def close(self) -> None:
+        """Close the file; again is harmless."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

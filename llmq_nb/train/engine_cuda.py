@@ -10,10 +10,9 @@
     graph
 
 Graphs read device buffers only: learning rate, counts and the random counter lie in
-`inputs/scalars`. An event
-frees a slot, so the host may fill the next one while the GPU works. With `run.cuda_graphs = false`
-the same
-functions are called each time: the same launches in the same order, so the same bits.
+`inputs/scalars`. An event frees a slot, so the host may fill the next one while the GPU works. With
+`run.cuda_graphs = false` the same functions are called each time: the same launches in the same
+order, so the same bits.
 """
 
 import dataclasses

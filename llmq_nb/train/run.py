@@ -1,10 +1,8 @@
-"""A whole training run: the loop with evaluation, checkpoints, logs and signals, then what it
-leaves.
+"""A whole training run: the loop with evaluation, checkpoints, logs and signals, and its end.
 
 A run's folder holds config.toml (resolved), log.jsonl, checkpoints/, export/ (a Hugging Face
-folder) and
-loss.png. Evaluation comes before the checkpoint of the same step, so a resumed run logs the same
-lines.
+folder) and loss.png. Evaluation comes before the checkpoint of the same step, so a resumed run logs
+the same lines.
 """
 
 import contextlib

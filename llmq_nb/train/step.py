@@ -1,8 +1,7 @@
 """The training step: micro-steps that add up gradients, then one update.
 
 This is the order of the work and nothing else. It runs eagerly on the cpu engine; on a GPU it is
-recorded
-once into graphs and replayed. Ranks go in lock-step, layer by layer.
+recorded once into graphs and replayed. Ranks go in lock-step, layer by layer.
 """
 
 from collections.abc import Sequence

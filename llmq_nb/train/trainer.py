@@ -98,10 +98,12 @@ class Trainer:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
         return self.out_dir / CHECKPOINTS
 
     @property
     def finished(self) -> bool:
+        """Whether all steps are done."""
         return self.progress.step >= self.total_steps
 
     def step(self) -> StepMetrics:
@@ -165,8 +167,7 @@ class Trainer:
         """The mean loss of a batch and its gradients by Hugging Face name; nothing is updated.
 
         tokens, targets: (B, T) integers of any B and T, target -100 = not trained. mask: (B, T),
-        true where
-        the target counts. Each row is one document.
+        true where the target counts. Each row is one document.
         """
         return loss_and_gradients(self.config, self.model, self.engine, tokens, targets, mask)
 
