@@ -101,7 +101,7 @@ def byte_tokenizer_files() -> dict[str, bytes]:
         },
     }
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # the file as it is, not the class of the family
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the file as it is
         "eos_token": "<|endoftext|>",
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,

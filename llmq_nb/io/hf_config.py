@@ -87,8 +87,10 @@ def unread_keys(folder: str | os.PathLike[str]) -> list[str]:
 def write_model_config(
     config: ModelConfig, folder: str | os.PathLike[str], dtype: DType = DType.BF16
 ) -> None:
-    """Write `config.json` for weights stored as `dtype` (fp32 or bf16). UserError if transformers
-    has no class for this shape."""
+    """Write `config.json` for weights stored as `dtype` (fp32 or bf16).
+
+    UserError if transformers has no class for this shape.
+    """
     data = model_config_json(config, dtype)
     with atomic_file(Path(folder) / CONFIG_NAME) as file:
         file.write(json_bytes(data))

@@ -5,13 +5,11 @@ engine implement it. Outputs come first, then inputs, then keyword scalars. An e
 one model and one rank and binds what never changes: head counts, eps, RoPE tables, formats, the
 stream.
 
-Letters  N = B * T rows, C hidden, F feed-forward, H query heads, G key/value heads, D head_dim, V
-vocabulary.
+Letters  N = B * T rows, C hidden, F feed-forward, H query heads, G key/value heads, D head_dim,
+         V vocabulary.
 Rounding Arithmetic is float32; every output is rounded once to its storage format.
 FP8      A product is FP8 if its weight has an `fp8` slot: then x and dy have one too, each tensor
-is
-         scaled by its own absmax, and quantisation, layouts and absmax slots are the engine's
-         business.
+         is scaled by its own absmax, and quantisation, layouts and absmax slots are the engine's.
 """
 
 import dataclasses

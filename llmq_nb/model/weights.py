@@ -16,9 +16,11 @@ Unit = int | Literal["embedding", "head"]
 
 
 class Weights:
-    """The tensors of one unit. A block has all but `table` and `final_norm`; the optional ones are
-    None
-    where the family has none. `table`: (V, C), the embedding or the LM head."""
+    """The tensors of one unit.
+
+    A block has all but `table` and `final_norm`; the optional ones are None where the family has
+    none. `table`: (V, C), the embedding or the LM head.
+    """
 
     attn_norm: Tensor
     qkv: Tensor
