@@ -16,7 +16,6 @@ import json
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -50,12 +49,7 @@ class Bench:
     def __enter__(self) -> "Bench":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for address in self.addresses:
             core.free(address)
 

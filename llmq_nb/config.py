@@ -290,5 +290,6 @@ class Config:
         return self.run.out_dir.replace("{name}", self.run.name)
 
     def tokens_per_step(self, world_size: int) -> int:
+        """Tokens of one optimizer step on `world_size` ranks, padding included."""
         b = self.batch
         return b.micro_batch * b.seq_len * b.grad_accumulation * world_size

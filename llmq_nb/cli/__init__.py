@@ -1,5 +1,4 @@
-"""The command line: one file a command. Here are the group, the exit codes and the errors' one
-line.
+"""The command line, one file a command; here are the group, exit codes and one-line errors.
 
 Exit codes: 0 done; 2 the user's input is wrong; 1 a failure of ours or the machine's; 128 + n after
 signal n.

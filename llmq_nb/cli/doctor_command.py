@@ -2,8 +2,8 @@
 
 import os
 import platform
-import shutil
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import click
 
@@ -15,13 +15,15 @@ GPU_PACKAGES = ("nvidia-nvvm", "nvidia-nvjitlink", "nvmath-python", "nvidia-cubl
 def command() -> None:
     """Versions, cores, memory, disk, NVIDIA driver and GPUs, and what to install for them."""
     from llmq_nb.core.driver import find_driver, missing_packages
+    from llmq_nb.core.files import free_bytes
+    from llmq_nb.core.sizes import format_bytes
 
     click.echo(f"llmq-nb {version('llmq-nb')}, Python {platform.python_version()}, {_system()}")
     for name in (*PACKAGES, *GPU_PACKAGES):
         click.echo(f"  {name:16} {_version(name)}")
     cores = len(os.sched_getaffinity(0))
-    free = shutil.disk_usage(".").free / 2**30
-    click.echo(f"cores {cores}, memory available {_available():.1f} GiB, disk free {free:.1f} GiB")
+    memory, disk = format_bytes(_available()), format_bytes(free_bytes(Path.cwd()))
+    click.echo(f"cores {cores}, memory available {memory}, disk free {disk}")
     driver = find_driver()
     if driver is None:
         click.echo("no NVIDIA GPU or driver: training runs on the cpu")
@@ -43,13 +45,13 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _available() -> float:
-    """MemAvailable in GiB; 0 where the system does not say."""
+def _available() -> int:
+    """MemAvailable in bytes; 0 where the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) / 2**20
+                    return int(line.split()[1]) << 10
     except OSError:
         pass
-    return 0.0
+    return 0

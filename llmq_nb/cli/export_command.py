@@ -14,6 +14,7 @@ def command(checkpoint: str, out_dir: str, dtype: str, max_shard_size: str) -> N
     """Write CHECKPOINT (or the newest one of a run's folder) to OUT_DIR for transformers."""
     from llmq_nb.core.dtype import DType
     from llmq_nb.core.sizes import parse_bytes
+    from llmq_nb.data.tokenizer import export_source
     from llmq_nb.io.export import export_model
     from llmq_nb.model.parameters import model_parameters
     from llmq_nb.train.inference import open_model
@@ -29,13 +30,12 @@ def command(checkpoint: str, out_dir: str, dtype: str, max_shard_size: str) -> N
         assert parameter == expected, (parameter.name, expected.name)
         return next(arrays)[1]
 
-    tokenizer = None if opened.tokenizer in (None, "bytes") else opened.tokenizer
     out = export_model(
         out_dir,
         opened.model,
         get,
         dtype=DType(dtype),
-        tokenizer_dir=tokenizer,
+        tokenizer=None if opened.tokenizer is None else export_source(opened.tokenizer),
         max_shard_size=size,
     )
     click.echo(f"exported {out}")

@@ -1,5 +1,6 @@
-"""One GPU through cuda-python: open it, name its errors, make streams and events. Importing needs
-no driver.
+"""One GPU through cuda-python: open it, name its errors, make streams and events.
+
+Importing this needs no driver.
 
 Handles stay what cuda-python returns (CUstream, CUevent, CUdeviceptr); `check` turns every result
 into a value or a DeviceError that names the call.
@@ -10,15 +11,14 @@ from functools import cache
 from typing import Any
 
 from llmq_nb.core.errors import MachineError, UserError
+from llmq_nb.core.sizes import format_bytes
 
 OLDEST_CC = (8, 0)
 """First compute capability that has what every kernel uses (mma.sync on bfloat16, cp.async)."""
-MIB = 1 << 20
 
 
 class DeviceError(MachineError):
-    """A CUDA call failed. `code` is the driver's name of the error, such as
-    CUDA_ERROR_OUT_OF_MEMORY."""
+    """A CUDA call failed. `code`: the driver's name of it, such as CUDA_ERROR_OUT_OF_MEMORY."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -37,8 +37,10 @@ def driver() -> Any:
 
 
 def check(result: Any, what: str) -> Any:
-    """The value of a driver call's (status, *values) result; DeviceError "<what>: <name>, <reason>"
-    if it failed."""
+    """The value of a driver call's (status, *values) result.
+
+    DeviceError "<what>: <name>, <reason>" if it failed.
+    """
     status, *values = result
     if int(status) != 0:
         d = driver()
@@ -50,8 +52,10 @@ def check(result: Any, what: str) -> Any:
 
 @cache
 def _initialise() -> int:
-    """cuInit once; the number of devices. UserError without a driver, with too old a one, without a
-    GPU."""
+    """cuInit once; the number of devices.
+
+    UserError without a driver, with too old a one, without a GPU.
+    """
     d = driver()
     try:
         (status,) = d.cuInit(0)
@@ -113,8 +117,10 @@ class Device:
 
 @cache
 def open_device(ordinal: int = 0) -> Device:
-    """Open a GPU and make it current. UserError if there is no such GPU, no driver, or it is too
-    old."""
+    """Open a GPU and make it current.
+
+    UserError if there is no such GPU, no driver, or it is too old.
+    """
     count = _initialise()
     if not 0 <= ordinal < count:
         raise UserError(
@@ -196,9 +202,11 @@ def synchronize_stream(stream: Any) -> None:
 
 
 def allocate(nbytes: int) -> int:
-    """Address of new device memory, 256-byte aligned. DeviceError names the size if there is too
-    little."""
-    return int(check(driver().cuMemAlloc(max(nbytes, 1)), f"cuMemAlloc of {nbytes / MIB:.1f} MiB"))
+    """Address of new device memory, 256-byte aligned.
+
+    DeviceError names the size if there is too little.
+    """
+    return int(check(driver().cuMemAlloc(max(nbytes, 1)), f"cuMemAlloc of {format_bytes(nbytes)}"))
 
 
 def free(address: int) -> None:

@@ -28,6 +28,7 @@ class DType(enum.StrEnum):
 
     @property
     def is_fp8(self) -> bool:
+        """Whether it is one of the 8-bit formats, which need a scale."""
         return self in FP8_MAX
 
 

@@ -7,8 +7,9 @@ EXIT_USER = 2
 
 
 class UserError(Exception):
-    """The user's input is wrong: one line that says what, where and the mend. Exit code 2, no
-    traceback.
+    """The user's input is wrong: one line that says what, where and the mend.
+
+    Exit code 2, no traceback.
 
     >>> print(UserError("unknown key 'lr'", where="run.toml", mend="did you mean 'learning_rate'?"))
     unknown key 'lr' in run.toml: did you mean 'learning_rate'?

@@ -38,8 +38,10 @@ class Graph:
 
 
 def capture(stream: Any, record: Callable[[], None], *, name: str) -> Graph:
-    """The graph of what `record` launches on the stream. If it raises, the capture is ended and the
-    stream is usable again; the exception is passed on."""
+    """The graph of what `record` launches on the stream.
+
+    If it raises, the capture is ended, the stream is usable again and the exception is passed on.
+    """
     d = driver()
     relaxed = (
         d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

@@ -60,8 +60,8 @@ def scales(absmax: Any, dtype: DType) -> tuple[Any, Any]:
     scale = absmax / FP8_MAX dequantises; inv_scale goes before the cast.
     """
     largest = np.float32(FP8_MAX[dtype])
-    amax = np.float32(absmax)
-    return amax / largest, largest / np.maximum(amax, np.float32(ABSMAX_FLOOR))
+    value = np.float32(absmax)
+    return value / largest, largest / np.maximum(value, np.float32(ABSMAX_FLOOR))
 
 
 def quantize(

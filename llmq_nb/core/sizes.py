@@ -20,10 +20,11 @@ def parse_bytes(text: str, *, where: str) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """With three digits and a binary unit: 15.0 GiB."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB"
+    """At least three digits and a binary unit: 15.0 GiB, 4.37 MiB, 1023 B."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size, power = nbytes / 1024, 0
+    while size >= 1023.5 and power < 3:  # what would round to 1024 takes the next unit
+        size, power = size / 1024, power + 1
+    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:.{digits}f} {'KMGT'[power]}iB"

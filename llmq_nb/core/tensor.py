@@ -1,10 +1,9 @@
 """What both engines pass around: a named buffer with a shape, a format and a place.
 
 `data` is a NumPy array on the cpu engine and a device address (an int) on the cuda engine; nothing
-in model/ looks inside. A tensor that feeds an FP8 product carries an `Fp8Slot`: its producer
-leaves the
-absmax there, the product quantises with it, and a recomputed tensor is requantised with the same
-absmax.
+in model/ looks inside. A tensor that feeds an FP8 product carries an `Fp8Slot`: its producer leaves
+the absmax there, the product quantises with it, and a recomputed tensor is requantised with the
+same absmax.
 """
 
 import dataclasses
@@ -19,9 +18,8 @@ class Fp8Slot:
     """How a tensor enters FP8 products.
 
     format: e4m3 or e5m2. absmax: one float32 (array of 1 or address). codes, codes_t: where the
-    engine
-    keeps the quantised tensor and its transpose between producer and product; None: it makes them
-    on the fly.
+    engine keeps the quantised tensor and its transpose between producer and product; None: it makes
+    them on the fly.
     """
 
     format: DType
@@ -47,6 +45,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the data, without the FP8 slot's."""
         return self.size * self.dtype.itemsize
 
     def rows(self, start: int, stop: int) -> "Tensor":

@@ -14,7 +14,6 @@ Source  byte layouts: IST-DASLab/llmq (reference/llmq.md 1.2) and karpathy/llm.c
         (dev/data/data_common.py).
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmq_nb.core.errors import UserError
+from llmq_nb.core.files import atomic_file
 from llmq_nb.data.documents import PIECE, Ids
 from llmq_nb.data.store import TokenSource
 
@@ -142,12 +142,10 @@ def write_llmq_bin(path: str | Path, store: TokenSource, *, version: int = 2) ->
         raise UserError(
             f"{len(store)} tokens, an LLMQ token file holds fewer than 2^31", where=store.name
         )
-    path = Path(path)
     vocab_size = store.vocab_size if version == 2 else 0
     fields = np.array([version, 4, len(store), vocab_size, store.has_mask], "<i4")
     header = (LLMQ_MAGIC + fields.tobytes()).ljust(HEADER - 1, b"*") + b"\n"
-    staging = path.with_name(f".{path.name}.partial")
-    with staging.open("wb") as file:
+    with atomic_file(path) as file:
         file.write(header)
         for begin in range(0, len(store), PIECE):
             file.write(store.read(begin, min(begin + PIECE, len(store))).astype("<i4").tobytes())
@@ -155,4 +153,3 @@ def write_llmq_bin(path: str | Path, store: TokenSource, *, version: int = 2) ->
             mask = store.read_mask(begin, min(begin + PIECE, len(store)))
             if mask is not None:
                 file.write(np.packbits(mask, bitorder="little").tobytes())
-    os.replace(staging, path)

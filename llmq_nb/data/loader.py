@@ -8,7 +8,6 @@ goes on with the next epoch's order.
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -105,6 +104,7 @@ class Loader:
 
     @property
     def windows_per_epoch(self) -> int:
+        """Windows of seq_len tokens in one pass over the store."""
         return len(self.packing)
 
     def next_step(self) -> StepBatch:
@@ -120,12 +120,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -70,6 +70,7 @@ class Packing:
 
     @property
     def blocks(self) -> int:
+        """Number of blocks."""
         return len(self.first_window) - 1
 
     def _stream_blocks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

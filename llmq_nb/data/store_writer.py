@@ -12,7 +12,6 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from llmq_nb.core.errors import MachineError, UserError
+from llmq_nb.core.files import fsync_path
 from llmq_nb.data.store import (
     FORMAT,
     FORMAT_VERSION,
@@ -181,7 +181,7 @@ class StoreWriter:
         try:
             _fsync_tree(self.path)
             self._set(closed=True)
-            _fsync(self.path / "zarr.json")
+            fsync_path(self.path / "zarr.json")
         except OSError as error:
             raise _write_error(self.path, error) from error
         self.release()
@@ -219,8 +219,7 @@ class StoreWriter:
     def __exit__(
         self,
         kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        *_: object,
     ) -> None:
         if kind is None:
             self.close()
@@ -308,19 +307,11 @@ def _lock(path: Path) -> int:
     return handle
 
 
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _fsync_tree(path: Path) -> None:
     for folder, _, files in os.walk(path):
         for file in files:
-            _fsync(Path(folder, file))
-        _fsync(Path(folder))
+            fsync_path(Path(folder, file))
+        fsync_path(folder)
 
 
 def _write_error(path: Path, error: OSError) -> MachineError:

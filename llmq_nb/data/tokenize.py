@@ -5,7 +5,6 @@ continued; any other at the path is refused. Wrong input leaves nothing behind.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmq_nb.core.errors import UserError
+from llmq_nb.core.files import check_space
 from llmq_nb.data.chat import ChatRenderer
 from llmq_nb.data.documents import PIECE, Chat, Document, Ids, Text
 from llmq_nb.data.formats import NotText, check_text, has_mask, read_documents
@@ -160,14 +160,7 @@ def _finished(out: Path, tokenizer: Tokenizer, content: str) -> TokenStore | Non
 
 def _check_space(out: Path, size: int) -> None:
     """Stores take 0.3 to 0.5 bytes per byte of text."""
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if free < size // 2:
-        raise UserError(
-            f"too little disk: {free >> 20} MiB free, about {size >> 21} MiB needed",
-            where=str(folder),
-            mend="make room",
-        )
+    check_space(out.parent, size // 2, "the token store", mend="make room")
 
 
 def _check_not_empty(writer: StoreWriter, stores: int) -> None:

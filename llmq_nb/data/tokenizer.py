@@ -7,7 +7,6 @@ puts them.
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as RustTokenizer
 
 from llmq_nb.core.errors import UserError
+from llmq_nb.data.byte_tokenizer import ByteTokenizer, byte_tokenizer_files
 from llmq_nb.data.store import TokenizerInfo
 
 Ids = NDArray[np.int32]
@@ -60,55 +60,21 @@ def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json or of a folder that holds one."""
-    return ByteTokenizer() if str(name) == "bytes" else FileTokenizer(name)
+    """`bytes`, or the path of a tokenizer.json or of a folder that holds one.
+
+    The file that an export of ours has for `bytes` is `bytes` again: one name and one hash, so
+    stores and models made with either go together. Raises UserError as `FileTokenizer` does.
+    """
+    if str(name) == "bytes":
+        return ByteTokenizer()
+    tokenizer = FileTokenizer(name)
+    written = hashlib.sha256(byte_tokenizer_files()["tokenizer.json"]).hexdigest()
+    return ByteTokenizer() if tokenizer.sha256 == written else tokenizer
 
 
-class ByteTokenizer:
-    """UTF-8 bytes are ids 0 to 255; <|endoftext|> 256, <|im_start|> 257, <|im_end|> 258."""
-
-    name = "bytes"
-    special_ids = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
-    vocab_size = 256 + len(special_ids)
-    eos_id = 256
-    bos_id: int | None = None
-    chat_template: str | None = None
-    sha256 = hashlib.sha256(b"bytes 0-255, " + " ".join(special_ids).encode()).hexdigest()
-
-    def encode(self, text: str) -> Ids:
-        """int32 [bytes of the text in UTF-8]."""
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """`encode` of each text."""
-        return [self.encode(text) for text in texts]
-
-    def encode_offsets(self, text: str, *, special: bool) -> tuple[Ids, NDArray[np.int64]]:
-        """See Tokenizer."""
-        ids: list[Ids] = [np.empty(0, np.int32)]
-        starts: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-        begin = 0
-        # re.split with a group keeps the separators: every second part is a special token.
-        for i, part in enumerate(re.split(_NAMES, text) if special else [text]):
-            if i % 2:
-                ids.append(np.array([self.special_ids[part]], np.int32))
-                starts.append(np.array([begin]))
-            else:
-                ids.append(self.encode(part))
-                points = np.frombuffer(part.encode("utf-32-le"), np.uint32)
-                # A character takes one byte, and one more from each of these code points on.
-                size = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
-                starts.append(np.repeat(np.arange(begin, begin + len(part)), size))
-            begin += len(part)
-        return np.concatenate(ids), np.concatenate(starts)
-
-    def decode(self, ids: Sequence[int] | Ids) -> str:
-        """The text; special ids are left out, bytes that are not UTF-8 become U+FFFD."""
-        values = np.asarray(ids, np.int64)
-        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
-
-
-_NAMES = "(" + "|".join(map(re.escape, ByteTokenizer.special_ids)) + ")"
+def export_source(name: str) -> str | dict[str, bytes]:
+    """What `io.export.export_model` takes for the tokenizer `name`: its path, or files by name."""
+    return byte_tokenizer_files() if name == "bytes" else name
 
 
 class FileTokenizer:

@@ -99,6 +99,7 @@ class Reader:
     where: str
 
     def error(self, what: str, mend: str) -> UserError:
+        """To raise: it names this file."""
         return UserError(what, where=self.where, mend=mend)
 
     def integer(self, key: str, default: int | None = None) -> int:

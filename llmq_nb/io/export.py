@@ -1,7 +1,7 @@
 """Export: a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     OUT/config.json  generation_config.json  model.safetensors (or shards and their index)
-        tokenizer files as they were  .llmq_nb_export (what we wrote)
+        tokenizer files as they are  .llmq_nb_export (what we wrote)
 
 Everything goes to a staging folder beside OUT, is fsynced and then renamed, so OUT is complete or
 absent. Tensors leave one parameter at a time: memory is one parameter and its rounded copy.
@@ -20,9 +20,16 @@ from numpy.typing import NDArray
 
 from llmq_nb.core.dtype import DType
 from llmq_nb.core.errors import MachineError, UserError
+from llmq_nb.core.files import (
+    atomic_file,
+    check_space,
+    fsync_path,
+    json_bytes,
+    nearest_existing,
+)
 from llmq_nb.io.config_json import model_config_json
 from llmq_nb.io.hf_config import write_model_config
-from llmq_nb.io.safetensors_io import TensorSpec, atomic_file, fsync_folder, write_sharded
+from llmq_nb.io.safetensors_io import TensorSpec, write_sharded
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import Parameter, RowView, model_parameters
 
@@ -44,7 +51,7 @@ def export_model(
     get: Callable[[Parameter], NDArray[Any]],
     *,
     dtype: DType = DType.BF16,
-    tokenizer_dir: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     generation: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -52,7 +59,7 @@ def export_model(
 
     get: the parameter's array in our shape (padded vocabulary, fused rows), called once for each in
         forward order; rounded to nearest into `dtype` (fp32 or bf16).
-    tokenizer_dir: a folder whose tokenizer files are copied, or a `tokenizer.json`.
+    tokenizer: a folder whose tokenizer files are copied, a `tokenizer.json`, or the files by name.
     generation: keys for generation_config.json; None takes the file beside the tokenizer if there
         is one. Token ids default to the config's.
     UserError before anything is written: foreign files in `out_dir`, folder not writable, too
@@ -64,17 +71,22 @@ def export_model(
         raise UserError(f"max_shard_size {max_shard_size}", mend="must be positive [bytes]")
     out = Path(os.path.realpath(out_dir))
     model_config_json(config, dtype)  # its errors come before any file
-    copies = _tokenizer_files(tokenizer_dir)
-    settings = _generation(config, generation, tokenizer_dir)
+    copies = _tokenizer_files(tokenizer)
+    if generation is None and isinstance(tokenizer, str | os.PathLike):
+        generation = _generation_beside(Path(tokenizer))
+    settings = _generation(config, generation or {})
     specs, owner = _plan(config, dtype)
     _check_target(out)
-    _check_space(out, sum(s.nbytes for s in specs) + sum(p.stat().st_size for p in copies.values()))
+    # an old export stays until the new one is complete, so its bytes do not count as free
+    payload = sum(s.nbytes for s in specs) + sum(map(len, copies.values()))
+    mend = "free some, or choose another disk"
+    check_space(out.parent, payload + _SLACK, "the export", mend=mend)
     with _staging(out) as stage:
         write_model_config(config, stage, dtype)
         _write_json(stage / GENERATION_NAME, settings)
-        for name, source in copies.items():
-            with source.open("rb") as file, atomic_file(stage / name) as copy:
-                shutil.copyfileobj(file, copy)
+        for name, data in copies.items():
+            with atomic_file(stage / name) as file:
+                file.write(data)
         read = _OneAtATime(get, owner, dtype)
         write_sharded(stage, specs, read, max_shard_size=max_shard_size)
         files = sorted(path.name for path in stage.iterdir())
@@ -118,25 +130,26 @@ def _plan(
     return specs, owner
 
 
-def _tokenizer_files(source: str | os.PathLike[str] | None) -> dict[str, Path]:
-    """Name in the export -> file."""
+def _tokenizer_files(
+    source: str | os.PathLike[str] | Mapping[str, bytes] | None,
+) -> Mapping[str, bytes]:
+    """Content of each tokenizer file by its name in the export."""
     if source is None:
         return {}
+    if isinstance(source, Mapping):
+        return source
     path = Path(source)
     if path.is_file() and path.name != "tokenizer.json":
-        return {"tokenizer.json": path}
+        return {"tokenizer.json": path.read_bytes()}
     folder = path.parent if path.is_file() else path
-    found = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    files = (folder / name for name in TOKENIZER_FILES)
+    found = {file.name: file.read_bytes() for file in files if file.is_file()}
     if not found:
         raise UserError(f"no tokenizer files in {folder}", mend="expected tokenizer.json there")
     return found
 
 
-def _generation(
-    config: ModelConfig,
-    generation: Mapping[str, Any] | None,
-    tokenizer_dir: str | os.PathLike[str] | None,
-) -> dict[str, Any]:
+def _generation(config: ModelConfig, generation: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of generation_config.json; ids of the config where none are given."""
     eos = list(config.eos_ids)
     ids: dict[str, Any] = {
@@ -144,15 +157,18 @@ def _generation(
         "eos_token_id": eos if len(eos) > 1 else (eos[0] if eos else None),
         "pad_token_id": config.pad_id,
     }
-    if generation is None and tokenizer_dir is not None:
-        path = Path(tokenizer_dir)
-        path = (path if path.is_dir() else path.parent) / GENERATION_NAME
-        if path.is_file():
-            try:
-                generation = dict(json.loads(path.read_bytes()))
-            except (ValueError, TypeError) as error:
-                raise UserError(f"no JSON object ({error})", where=str(path)) from error
-    return {**{k: v for k, v in ids.items() if v is not None}, **(generation or {})}
+    return {**{k: v for k, v in ids.items() if v is not None}, **generation}
+
+
+def _generation_beside(tokenizer: Path) -> dict[str, Any] | None:
+    """The generation_config.json beside a tokenizer, None if there is none."""
+    path = (tokenizer if tokenizer.is_dir() else tokenizer.parent) / GENERATION_NAME
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"no JSON object ({error})", where=str(path)) from error
 
 
 def _check_target(out: Path) -> None:
@@ -164,7 +180,7 @@ def _check_target(out: Path) -> None:
         if foreign is not None:
             mend = "choose a new folder, or empty this one"
             raise UserError(f"'{foreign}' is in {out} and no export wrote it", mend=mend)
-    parent = _existing_parent(out)
+    parent = nearest_existing(out.parent)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to {parent}", mend="choose another output folder")
 
@@ -178,21 +194,6 @@ def _foreign(out: Path) -> str | None:
     return min((path.name for path in out.iterdir() if path.name not in ours), default=None)
 
 
-def _existing_parent(out: Path) -> Path:
-    parent = out.parent
-    while not parent.exists():
-        parent = parent.parent
-    return parent
-
-
-def _check_space(out: Path, payload: int) -> None:
-    """An old export stays until the new one is complete, so its bytes do not count as free."""
-    needed, free = payload + _SLACK, shutil.disk_usage(_existing_parent(out)).free
-    if free < needed:
-        what = f"the export needs {needed:,} bytes and {free:,} are free"
-        raise UserError(what, where=str(out.parent), mend="free some, or choose another disk")
-
-
 @contextlib.contextmanager
 def _staging(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` when the block ends; removed if the block fails."""
@@ -204,11 +205,11 @@ def _staging(out: Path) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)  # of an export that was killed
         stage.mkdir()
         yield stage
-        fsync_folder(stage)
+        fsync_path(stage)
         if out.exists():
             out.rename(old)
         stage.rename(out)
-        fsync_folder(out.parent)
+        fsync_path(out.parent)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise MachineError(f"export to {out} failed, nothing was changed: {reason}") from error
@@ -226,4 +227,4 @@ def _restore(old: Path, out: Path) -> None:
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     with atomic_file(path) as file:
-        file.write((json.dumps(data, indent=2, sort_keys=True) + "\n").encode())
+        file.write(json_bytes(data))

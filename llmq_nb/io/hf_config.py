@@ -19,9 +19,9 @@ from typing import Any
 
 from llmq_nb.core.dtype import DType
 from llmq_nb.core.errors import UserError
+from llmq_nb.core.files import atomic_file, json_bytes
 from llmq_nb.io.config_json import model_config_json
 from llmq_nb.io.config_keys import HARMLESS, READ, ROPE, UNSUPPORTED, Reader
-from llmq_nb.io.safetensors_io import atomic_file
 from llmq_nb.model.config import Family, Llama3Rope, ModelConfig
 from llmq_nb.model.families import FAMILIES, FamilyFacts
 
@@ -87,11 +87,13 @@ def unread_keys(folder: str | os.PathLike[str]) -> list[str]:
 def write_model_config(
     config: ModelConfig, folder: str | os.PathLike[str], dtype: DType = DType.BF16
 ) -> None:
-    """Write `config.json` for weights stored as `dtype` (fp32 or bf16). UserError if transformers
-    has no class for this shape."""
+    """Write `config.json` for weights stored as `dtype` (fp32 or bf16).
+
+    UserError if transformers has no class for this shape.
+    """
     data = model_config_json(config, dtype)
     with atomic_file(Path(folder) / CONFIG_NAME) as file:
-        file.write((json.dumps(data, indent=2, sort_keys=True) + "\n").encode())
+        file.write(json_bytes(data))
 
 
 def _open(folder: str | os.PathLike[str]) -> Reader:

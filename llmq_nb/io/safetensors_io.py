@@ -4,20 +4,23 @@ r"""Safetensors files: a checked header, tensors read one at a time, shards writ
     header = {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}
 
 The data has no holes and ends the file, so a truncated file is found from its header alone. Tensors
-are read straight into the caller's rows; memory is one tensor. Writing asks for one tensor at a
-time and goes to a temporary name that is fsynced and then renamed.
+are read straight into the caller's rows, or looked at in the mapped file; memory is one tensor.
+BF16 and FP8 are ml_dtypes formats.
+
+Writing takes one tensor at a time. Where all of them are known before (`write_safetensors`, an
+export) the header has its exact length and the file appears whole or not at all. A stream
+(`SafetensorsWriter`, a checkpoint's part) has room reserved for the header, filled in at the end.
 
 Source   The format's own description (safetensors README, "Format"). Written from it, because the
          library's NumPy interface holds a whole file in memory when it writes.
 """
 
-import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,8 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmq_nb.core.errors import UserError
+from llmq_nb.core.files import atomic_file, json_bytes
 
 INDEX_SUFFIX = ".safetensors.index.json"
+HEADER_ROOM = 1 << 16
+"""Bytes that a stream reserves for its header: about 450 names of a language model."""
+FORMAT_METADATA = {"format": "pt"}
+"""What transformers looks for: tensors as PyTorch lays them out."""
 _MAX_HEADER = 100_000_000
 """The format's limit on the header's bytes."""
 
@@ -61,6 +69,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its data in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -137,6 +146,15 @@ class SafetensorsFile:
                     raise self._bad(f"truncated inside tensor {name}")
                 view = view[count:]
 
+    def views(self) -> dict[str, NDArray[Any]]:
+        """Read-only views of the mapped file, by name; a page is read when it is touched."""
+        data = np.memmap(self.path, np.uint8, "r").view(np.ndarray)
+        return {
+            name: data[begin : begin + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+            for name, spec in self.specs.items()
+            for begin in (self._offsets[name],)
+        }
+
     def chunks(self, name: str, size: int = 1 << 24) -> Iterator[bytes]:
         """The tensor's bytes, `size` at a time."""
         left = self.specs[name].nbytes
@@ -150,67 +168,97 @@ class SafetensorsFile:
                 yield chunk
 
 
-def header_bytes(
-    specs: Iterable[TensorSpec], metadata: Mapping[str, str]
-) -> tuple[list[TensorSpec], bytes]:
-    """(tensors in file order, length word and header). Wide dtypes first keep data aligned."""
-    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    begin = 0
-    for spec in ordered:
-        end = begin + spec.nbytes
-        entry = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape)}
-        header[spec.name] = {**entry, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return ordered, len(text).to_bytes(8, "little") + text
+class SafetensorsWriter:
+    """Appends tensors to a new file whose names need not be known before the last one has come.
+
+    file: empty and opened for writing (`core.files`). room: bytes reserved for the header, a
+    multiple of 8; `finish` fills it in, and without that call readers refuse the file. metadata:
+    text that readers can show. Raises OSError as the disk does, ValueError for what does not fit
+    the format.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        *,
+        metadata: Mapping[str, str] = FORMAT_METADATA,
+        room: int = HEADER_ROOM,
+    ) -> None:
+        self.room = room
+        self.data_bytes = 0
+        """Bytes of the tensors so far."""
+        self._file = file
+        self._header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        self._header_bytes = len(_json(self._header))
+        file.seek(room)
+
+    def fits(self, spec: TensorSpec) -> bool:
+        """Whether the header has room for one more tensor."""
+        return self._header_bytes + self._entry_bytes(spec) <= self.room - 8
+
+    def add(self, name: str, array: NDArray[Any]) -> None:
+        """Append a tensor; the file has its bytes when this returns."""
+        spec = TensorSpec(name, array.dtype, array.shape)
+        if name in self._header:
+            raise ValueError(f"two tensors named {name!r}")
+        if not self.fits(spec):
+            raise ValueError(f"no room for {name!r} in the header")
+        self._header_bytes += self._entry_bytes(spec)
+        self._header[name] = _entry(spec, self.data_bytes)
+        self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self.data_bytes += array.nbytes
+
+    def finish(self) -> int:
+        """Fill the header in; the file's size in bytes."""
+        self._file.seek(0)
+        length = self.room - 8
+        self._file.write(length.to_bytes(8, "little") + _json(self._header).ljust(length))
+        return self.room + self.data_bytes
+
+    def _entry_bytes(self, spec: TensorSpec) -> int:
+        """What the entry adds to the header: a comma and the entry, without two braces."""
+        return len(_json({spec.name: _entry(spec, self.data_bytes)})) - 1
 
 
 def write_safetensors(
     path: str | os.PathLike[str],
     specs: Sequence[TensorSpec],
     get: Callable[[str], NDArray[Any]],
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] = FORMAT_METADATA,
 ) -> int:
     """Write a file whole or not at all; its size in bytes. `get` is called once a tensor, in order.
 
-    ValueError if `get` returns another dtype or shape than its spec says.
+    Wide dtypes come first, which keeps the data aligned. ValueError if `get` returns another dtype
+    or shape than its spec says. Raises OSError as the disk does.
     """
-    ordered, header = header_bytes(specs, {"format": "pt"} if metadata is None else metadata)
+    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     with atomic_file(path) as file:
-        file.write(header)
+        writer = SafetensorsWriter(file, metadata=metadata, room=_exact_room(ordered, metadata))
         for spec in ordered:
             array = get(spec.name)
             if array.dtype != spec.dtype or array.shape != spec.shape:
                 raise ValueError(f"{spec} was given {array.dtype} {array.shape}")
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return len(header) + sum(spec.nbytes for spec in ordered)
+            writer.add(spec.name, array)
+        return writer.finish()
 
 
-@contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that appears under `path` when the block ends, on disk, or not at all."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # a rename may reach the disk before the data does
-        temporary.replace(path)
-        fsync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _exact_room(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> int:
+    """The room of a header without spare bytes, its length word included."""
+    begins = itertools.accumulate((spec.nbytes for spec in specs), initial=0)
+    entries = {s.name: _entry(s, begin) for s, begin in zip(specs, begins, strict=False)}
+    return 8 + -(-len(_json({"__metadata__": dict(metadata), **entries})) // 8) * 8
 
 
-def fsync_folder(folder: str | os.PathLike[str]) -> None:
-    """Make names created, renamed or removed in the folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _entry(spec: TensorSpec, begin: int) -> dict[str, Any]:
+    """The header's entry of a tensor whose data begins at byte `begin`."""
+    if spec.dtype not in _NAMES:
+        raise ValueError(f"safetensors has no dtype {spec.dtype}")
+    offsets = [begin, begin + spec.nbytes]
+    return {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+
+
+def _json(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode()
 
 
 def plan_shards(specs: Sequence[TensorSpec], max_shard_size: int) -> list[list[TensorSpec]]:
@@ -240,7 +288,7 @@ def write_sharded(
     *,
     max_shard_size: int,
     stem: str = "model",
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] = FORMAT_METADATA,
 ) -> list[str]:
     """One file, or shards and `<stem>.safetensors.index.json`; the names written.
 
@@ -255,8 +303,11 @@ def write_sharded(
         weight_map.update((spec.name, name) for spec in shard)
     if len(names) == 1:
         return names
-    total = sum(spec.nbytes for spec in specs)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     with atomic_file(folder / (stem + INDEX_SUFFIX)) as file:
-        file.write((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        file.write(index_bytes(weight_map, sum(spec.nbytes for spec in specs)))
     return [*names, stem + INDEX_SUFFIX]
+
+
+def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """The index of shards: the file of each tensor, and the bytes of all of them."""
+    return json_bytes({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)})

@@ -96,6 +96,7 @@ class WeightFiles:
         return sorted(self._file_of)
 
     def spec(self, name: str) -> TensorSpec:
+        """Stored dtype and shape of a tensor. KeyError if there is none of that name."""
         return self._file_of[name].specs[name]
 
     def path(self, name: str) -> Path:
@@ -198,10 +199,10 @@ def load_weights(
 ) -> Iterator[tuple[Parameter, NDArray[Any]]]:
     """(parameter, array of its shape) in the order given (default: all, forward order).
 
-    Arrays are C-contiguous and the caller's to keep; one is in memory at a time. dtype: None keeps
-    BF16 and FP32 as stored (float16, and views that differ, become float32, exactly); else rounded
-    to nearest.
-    Vocabulary padding is zero. All checks are done before this returns, so UserError comes first.
+    Arrays are C-contiguous and the caller's to keep; one is in memory at a time; vocabulary
+    padding is zero. dtype: None keeps BF16 and FP32 as stored (float16, and views that differ,
+    become float32, exactly); else rounded to nearest. All checks are done before this returns, so
+    UserError comes first.
     """
     files = check_weights(folder, config)
     if config.tied and HEAD in files.names() and not files.equal(HEAD, TABLE):

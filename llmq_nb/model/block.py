@@ -4,8 +4,8 @@
     y = h + Wdown SwiGLU(Wgate_up RMSNorm(h))
 
 The last addition of a block is fused into the norm that reads its sum: block l leaves h
-(`residual_mid`)
-and the MLP's output (`down`), and the next block's first norm (or the final one) adds them.
+(`residual_mid`) and the MLP's output (`down`), and the next block's first norm (or the final one)
+adds them.
 """
 
 from llmq_nb.core.tensor import Tensor

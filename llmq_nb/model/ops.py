@@ -1,18 +1,15 @@
 """The operations that a model is written in. One mathematics, two engines.
 
 `block.py` and `transformer.py` call nothing but this interface; `engine_cpu` (NumPy) and the cuda
-engine
-implement it. Outputs come first, then inputs, then keyword scalars. An engine is built for one
-model and
-one rank and binds what never changes: head counts, eps, RoPE tables, formats, the stream.
+engine implement it. Outputs come first, then inputs, then keyword scalars. An engine is built for
+one model and one rank and binds what never changes: head counts, eps, RoPE tables, formats, the
+stream.
 
-Letters  N = B * T rows, C hidden, F feed-forward, H query heads, G key/value heads, D head_dim, V
-vocabulary.
+Letters  N = B * T rows, C hidden, F feed-forward, H query heads, G key/value heads, D head_dim,
+         V vocabulary.
 Rounding Arithmetic is float32; every output is rounded once to its storage format.
 FP8      A product is FP8 if its weight has an `fp8` slot: then x and dy have one too, each tensor
-is
-         scaled by its own absmax, and quantisation, layouts and absmax slots are the engine's
-         business.
+         is scaled by its own absmax, and quantisation, layouts and absmax slots are the engine's.
 """
 
 import dataclasses
@@ -36,8 +33,7 @@ class Inputs:
 
 @dataclasses.dataclass(slots=True)
 class Scalars:
-    """Values that change from step to step; a graph reads them from a device buffer, never from
-    Python.
+    """Values that change from step to step; a graph reads them from a device buffer.
 
     inv_supervised: 1 / supervised tokens of the whole step. correction1, 2: 1 - beta^(step + 1).
     update: step * grad_accumulation + micro_step, the last word of the random counter.
@@ -116,7 +112,12 @@ class Ops(Protocol):
         rstd: Tensor,
         *,
         accumulate: bool,
-    ) -> None: ...
+    ) -> None:
+        """Through the norm of each head, (N, (H + 2 G) D) each; the gradients of v are copied.
+
+        dq_weight, dk_weight: (D,), (+)= the sum over rows and heads.
+        """
+        ...
 
     def rope(self, heads: Tensor, segment_start: Tensor) -> None:
         """Rotate queries and keys in place by their position t - segment_start[t]."""
@@ -141,7 +142,12 @@ class Ops(Protocol):
         lse: Tensor,
         heads: Tensor,
         segment_start: Tensor,
-    ) -> None: ...
+    ) -> None:
+        """dheads from dout, with P = exp(S - lse) computed again; shapes as in `attention`.
+
+        dS = P (dP - D), D = sum over the head's values of dout out.
+        """
+        ...
 
     def linear(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         """y = x weight^T + bias. x: (N, K), weight: (M, K), y: (N, M)."""
@@ -165,7 +171,9 @@ class Ops(Protocol):
         """y = gate / (1 + exp(-gate)) * up. gate_up: (N, 2 F) as [gate, up]; y: (N, F)."""
         ...
 
-    def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None: ...
+    def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
+        """dup = dy silu(gate); dgate = dy up silu'(gate). Shapes as in `swiglu`."""
+        ...
 
     def cross_entropy(
         self, logits: Tensor, loss: Tensor, lse: Tensor, targets: Tensor, *, gradient: bool

@@ -1,9 +1,7 @@
-"""The parameters of a model: their names, shapes and kinds, and the Hugging Face tensors inside
-them.
+"""The parameters of a model: names, shapes and kinds, and the Hugging Face tensors inside them.
 
 Fused tensors are stored as rows: qkv as [q; k; v] and gate_up as [gate; up], so each Hugging Face
-tensor
-is a view of rows. Tensor ids (for random bits) are ranks of the names in sorted order.
+tensor is a view of rows. Tensor ids (for random bits) are ranks of the names in sorted order.
 """
 
 import dataclasses
@@ -42,6 +40,7 @@ class Parameter:
 
     @property
     def decayed(self) -> bool:
+        """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
         return self.kind in DECAYED
 
 

@@ -1,10 +1,8 @@
 """One rank's model: the embedding, the blocks and the chunked head, forward and backward.
 
 The methods are the phases of a micro-step; `llmq_nb.train.step` calls them over all ranks in
-lock-step
-(a gradient's reduction needs every rank's contribution before it is ordered). Units are gathered
-one
-ahead of their use.
+lock-step (a gradient's reduction needs every rank's contribution before it is ordered). Units are
+gathered one ahead of their use.
 """
 
 import dataclasses

@@ -1,9 +1,8 @@
 """Weights (and gradients) of a model behind gather, get and release.
 
 A unit is what is made resident at once: the embedding, one block, or the head. The model asks for
-units
-and never knows where they live: resident, sharded over ranks and host-backed stores satisfy one
-protocol.
+units and never knows where they live: resident, sharded over ranks and host-backed stores satisfy
+one protocol.
 """
 
 from typing import Literal, Protocol
@@ -17,9 +16,11 @@ Unit = int | Literal["embedding", "head"]
 
 
 class Weights:
-    """The tensors of one unit. A block has all but `table` and `final_norm`; the optional ones are
-    None
-    where the family has none. `table`: (V, C), the embedding or the LM head."""
+    """The tensors of one unit.
+
+    A block has all but `table` and `final_norm`; the optional ones are None where the family has
+    none. `table`: (V, C), the embedding or the LM head.
+    """
 
     attn_norm: Tensor
     qkv: Tensor

@@ -1,10 +1,8 @@
 """Every buffer of a run, from the two configs alone: name, shape, format, group, lifetime.
 
 The plan is a value. The engines allocate it and build their tensors from it; nothing is allocated
-after
-step 0. Scratch has a lifetime in ticks of a micro-step, so that an arena can overlap what is not
-alive
-together; what lives for the whole run has none.
+after step 0. Scratch has a lifetime in ticks of a micro-step, so that an arena can overlap what is
+not alive together; what lives for the whole run has none.
 """
 
 import dataclasses
@@ -49,6 +47,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the content, without padding between buffers."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -159,8 +158,7 @@ def activation_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
 
 
 def block_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
-    """A block's activations: one per layer where backward reads them, one for all where it does
-    not.
+    """A block's activations: one per layer where backward reads them, else one for all.
 
     A dropped activation is alive from its writing in forward to its last reading in backward: it is
     written twice, and one place serves both.

@@ -3,9 +3,8 @@
     seconds per token = 6 P / peak(matmul) + 6 V C / peak(BF16) + 6 L (H D) T / peak(BF16)
 
 P: parameters of the block products. Forward and backward are three products of 2 FLOP; attention
-counts
-half the square (causal). Recomputation is not credited. The three times are added, so with FP8
-products the utilisation weighs each part by its own peak.
+counts half the square (causal). Recomputation is not credited. The three times are added, so with
+FP8 products the utilisation weighs each part by its own peak.
 
 Peaks are dense, with FP32 accumulation, at the nominal boost clock; boards that clock higher can
 show more than 100 %.

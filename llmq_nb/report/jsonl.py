@@ -15,10 +15,10 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from llmq_nb.core.errors import MachineError, UserError
+from llmq_nb.core.files import atomic_file, remove_torn
 from llmq_nb.report.metrics import EvalMetrics, StepMetrics
 
 
@@ -43,15 +43,11 @@ class JsonlLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
+        """Close the file; again is harmless."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -128,6 +124,7 @@ def _records(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 def _keep_until(path: Path, step: int) -> None:
     """Drop torn lines and the records of later steps."""
+    remove_torn(path)
     data = path.read_bytes()
     kept = b"".join(
         line
@@ -136,16 +133,8 @@ def _keep_until(path: Path, step: int) -> None:
     )
     if kept == data:
         return
-    copy = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with copy.open("wb") as file:
-            file.write(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(copy, path)
-    except OSError:
-        copy.unlink(missing_ok=True)
-        raise
+    with atomic_file(path) as file:
+        file.write(kept)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -154,8 +154,10 @@ def _draw_run(panel: Axes, run: Run, key: str, over: Over, color: str) -> None:
 
 
 def _smooth(y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean of a centred window of about 1/25 of the points, narrower at both ends so that it stays
-    centred; NaN points do not count."""
+    """Mean of a centred window of about 1/25 of the points; NaN points do not count.
+
+    The window is narrower at both ends, so that it stays centred.
+    """
     index = np.arange(len(y))
     half = np.minimum(max(1, len(y) // 50), np.minimum(index, index[::-1]))
     finite = np.isfinite(y)

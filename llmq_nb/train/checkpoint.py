@@ -25,14 +25,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from llmq_nb.core.errors import MachineError, UserError
-from llmq_nb.core.safetensors_file import HEADER_ROOM, open_safetensors
-from llmq_nb.train.checkpoint_files import (
-    Tensors,
-    read_manifest,
-    sha256,
-    sync_folder,
-    write_files,
-)
+from llmq_nb.core.files import check_space, free_bytes, fsync_path
+from llmq_nb.core.sizes import format_bytes
+from llmq_nb.io.safetensors_io import HEADER_ROOM, SafetensorsFile
+from llmq_nb.train.checkpoint_files import Tensors, read_manifest, sha256, write_files
 from llmq_nb.train.leftovers import claim, remove_leftovers, trash
 
 SHARD_BYTES = 5_000_000_000
@@ -67,7 +63,7 @@ class Checkpoint:
         if not files:
             has = ", ".join(self.parts)
             raise UserError(f"no part {part!r}", where=str(self.path), mend=f"it has {has}")
-        return {name: array for file in files for name, array in open_safetensors(file).items()}
+        return {name: array for f in files for name, array in SafetensorsFile(f).views().items()}
 
 
 def save_checkpoint(
@@ -96,11 +92,11 @@ def save_checkpoint(
     if nbytes is None:
         newest = latest_checkpoint(root)
         nbytes = sum(s for s, _ in read_manifest(newest).values()) if newest else 0
-    free = shutil.disk_usage(root).free
+    free = free_bytes(root)
     if nbytes > free:
         raise MachineError(
-            f"no space for the checkpoint of step {step}: it needs {_size(nbytes)},"
-            f" {root} has {_size(free)} free; older checkpoints are untouched"
+            f"no space for the checkpoint of step {step}: it needs {format_bytes(nbytes)},"
+            f" {root} has {format_bytes(free)} free; older checkpoints are untouched"
         )
     staging = root / f".staging-{step}-{os.getpid()}"
     try:
@@ -170,7 +166,7 @@ def checkpoint_bytes(parts: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES
 
 def check_out_dir(root: Path, nbytes: int) -> None:
     """Before a run: make `root` and raise UserError where it cannot be written or is too full."""
-    check_space(root, nbytes)
+    check_checkpoint_space(root, nbytes)
     root = make_folder(root)
     try:
         with claim(root / f".staging-0-{os.getpid()}"):
@@ -180,15 +176,10 @@ def check_out_dir(root: Path, nbytes: int) -> None:
         raise UserError(f"cannot write to {root}", mend=error.strerror or str(error)) from None
 
 
-def check_space(root: Path, nbytes: int) -> None:
+def check_checkpoint_space(root: Path, nbytes: int) -> None:
     """Raise UserError where less than nbytes are free; makes nothing."""
-    free = shutil.disk_usage(next(p for p in (root, *root.absolute().parents) if p.exists())).free
-    if nbytes > free:
-        raise UserError(
-            f"too little disk: checkpoints need {_size(nbytes)}, {_size(free)} are free",
-            where=str(root),
-            mend="free some, set run.out_dir to another disk or keep fewer (checkpoint.keep)",
-        )
+    mend = "free some, set run.out_dir to another disk or keep fewer (checkpoint.keep)"
+    check_space(root, nbytes, "checkpoints", mend=mend)
 
 
 def make_folder(path: Path) -> Path:
@@ -197,7 +188,7 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         for folder in missing:  # else a power cut may take the new folder and all that is in it
-            sync_folder(folder.parent)
+            fsync_path(folder.parent)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"cannot make the folder {path}", mend=reason) from None
@@ -213,7 +204,7 @@ def _publish(staging: Path, root: Path, step: int) -> Path:
             trash(old)
         os.rename(target, old)
     os.rename(staging, target)
-    sync_folder(root)
+    fsync_path(root)
     return target
 
 
@@ -246,7 +237,3 @@ def _folders(root: Path) -> list[tuple[int, Path]]:
         if match and path.is_dir():  # `.old` sorts before the one that replaces it
             found.append((int(match[1]), match[2] is None, path))
     return [(number, path) for number, _, path in sorted(found)]
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from llmq_nb.core.safetensors_file import SafetensorsWriter, write_all
+from llmq_nb.core.files import fsync_path, json_bytes, synced_file
+from llmq_nb.io.safetensors_io import INDEX_SUFFIX, SafetensorsWriter, TensorSpec, index_bytes
 
 FORMAT = 1
 """Version of the folder's layout, in state.json and manifest.json."""
@@ -32,14 +32,16 @@ def write_files(
             (folder / part).mkdir()
             for file in _write_part(folder / part, tensors, shard_bytes):
                 add(file)
-            sync_folder(folder / part)
-        add(_write_json(folder / "state.json", {"format": FORMAT, "step": step, "state": state}))
+            fsync_path(folder / part)
+        state_file = {"format": FORMAT, "step": step, "state": state}
+        add(_write(folder / "state.json", json_bytes(state_file)))
     files = {
         name: {"size": (folder / name).stat().st_size, "sha256": digest.result()}
         for name, digest in hashes.items()
     }
-    _write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "files": files})
-    sync_folder(folder)
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    _write(folder / "manifest.json", json_bytes(manifest))
+    fsync_path(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
@@ -60,15 +62,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the folder's entries (names) are on the disk."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def _write_part(folder: Path, tensors: Tensors, shard_bytes: int) -> Iterator[Path]:
     """Each file of a part as soon as it is complete, the index last.
 
@@ -77,32 +70,33 @@ def _write_part(folder: Path, tensors: Tensors, shard_bytes: int) -> Iterator[Pa
     stream = iter(tensors)
     waiting = next(stream, None)
     weight_map: dict[str, str] = {}
-    number = 0
+    number = total = 0
     while waiting is not None or number == 0:
         number += 1
         file = folder / f"model-{number:05}.safetensors"
-        with SafetensorsWriter(file, metadata={"format": "pt"}) as writer:
+        with synced_file(file) as out:
+            writer = SafetensorsWriter(out)
             while waiting is not None:
                 name, array = waiting
                 if name in weight_map:
                     raise ValueError(f"two tensors named {name!r} in part {folder.name}")
                 full = writer.data_bytes + array.nbytes > shard_bytes
-                if writer.data_bytes and (full or not writer.fits(name, array)):
+                if writer.data_bytes and (full or not _fits(writer, name, array)):
                     break
                 writer.add(name, array)
                 weight_map[name] = file.name
                 waiting = next(stream, None)
             writer.finish()
+            total += writer.data_bytes
         yield file
-    yield _write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+    yield _write(folder / f"model{INDEX_SUFFIX}", index_bytes(weight_map, total))
 
 
-def _write_json(path: Path, value: Any) -> Path:
-    text = json.dumps(value, indent=1) + "\n"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        write_all(file, memoryview(text.encode()))
-        os.fsync(file)
-    finally:
-        os.close(file)
+def _fits(writer: SafetensorsWriter, name: str, array: NDArray[Any]) -> bool:
+    return writer.fits(TensorSpec(name, array.dtype, array.shape))
+
+
+def _write(path: Path, data: bytes) -> Path:
+    with synced_file(path) as file:
+        file.write(data)
     return path

@@ -1,19 +1,16 @@
 """The cuda engine: the steps of `train.step` recorded once into CUDA graphs and replayed.
 
-    prepare   run the step functions with launches left out: kernels compile and load, products are
-    planned
+    prepare   run the step functions with launches left out: kernels compile and load, products
+              are planned
     tune      time the products' candidates; the choices go into the run's state
     record    capture a micro-step (one graph for the first of an accumulation, one for the
-    others), the
-              optimizer step and an evaluation step, each when it is first used
-    replay    copy one slot of a ring of pinned memory into the fixed input buffers, launch the
-    graph
+              others), the optimizer step and an evaluation step, each when it is first used
+    replay    copy one slot of a ring of pinned memory into the fixed input buffers, launch it
 
 Graphs read device buffers only: learning rate, counts and the random counter lie in
-`inputs/scalars`. An event
-frees a slot, so the host may fill the next one while the GPU works. With `run.cuda_graphs = false`
-the same
-functions are called each time: the same launches in the same order, so the same bits.
+`inputs/scalars`. An event frees a slot, so the host may fill the next one while the GPU works. With
+`run.cuda_graphs = false` the same functions are called each time: the same launches in the same
+order, so the same bits.
 """
 
 import dataclasses

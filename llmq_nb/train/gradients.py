@@ -30,8 +30,8 @@ def loss_and_gradients(
     """(mean loss over the supervised tokens, gradients by Hugging Face name as float32).
 
     tokens, targets: (B, T) integers, target -100 = not trained. mask: (B, T), true where the
-    target counts.
-    segment_start: (B, T) index of each token's document in its row; None: one document a row.
+    target counts. segment_start: (B, T), index in the row of the first token of each token's
+    document; None: one document a row.
     Raises ValueError for shapes that differ, ids outside the vocabulary, or nothing supervised.
     """
     inputs = np.asarray(tokens, np.int32)

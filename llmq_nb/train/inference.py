@@ -24,10 +24,10 @@ from llmq_nb.config_file import parse_config
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.rng import Purpose, philox
 from llmq_nb.core.rounding import to_float32
-from llmq_nb.core.safetensors_file import open_safetensors
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import EvalBatch
 from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config
+from llmq_nb.io.safetensors_io import SafetensorsFile
 from llmq_nb.io.weights import load_weights
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import Parameter, model_parameters
@@ -76,8 +76,8 @@ def open_model(path: str | Path, *, seq_len: int | None = None) -> Opened:
 
 
 def _stored_precision(folder: Path) -> Config:
-    arrays = (a for f in folder.glob("*.safetensors") for a in open_safetensors(f).values())
-    kind = "fp32" if any(array.dtype == np.float32 for array in arrays) else "bf16"
+    specs = (s for f in folder.glob("*.safetensors") for s in SafetensorsFile(f).specs.values())
+    kind = "fp32" if any(spec.dtype == np.float32 for spec in specs) else "bf16"
     return Config(
         model=ModelSection(path=str(folder)),
         data=DataConfig(train="none"),

@@ -1,10 +1,8 @@
 """The weights that a run begins with: random, or from a Hugging Face folder.
 
 Random: matrices and embeddings normal with the config's `init_std`; the two projections that write
-to
-the residual stream (attention out, MLP down) are scaled by 1 / sqrt(2 L), so that its variance
-does not
-grow with depth; norms 1, biases 0.
+to the residual stream (attention out, MLP down) are scaled by 1 / sqrt(2 L), so that its variance
+does not grow with depth; norms 1, biases 0.
 
 Source   Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3.
 """

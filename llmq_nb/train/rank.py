@@ -1,9 +1,8 @@
 """One rank: the plan's buffers as tensors, the model that uses them and the optimizer's states.
 
 Only `train` wires: the model sees weights through a protocol, and here that protocol's resident
-store
-is built from the plan. An engine gives memory (`allocate`) and operations; the rest is the same
-for all.
+store is built from the plan. An engine gives memory (`allocate`) and operations; the rest is the
+same for all.
 """
 
 import dataclasses

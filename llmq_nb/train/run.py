@@ -1,10 +1,8 @@
-"""A whole training run: the loop with evaluation, checkpoints, logs and signals, then what it
-leaves.
+"""A whole training run: the loop with evaluation, checkpoints, logs and signals, and its end.
 
 A run's folder holds config.toml (resolved), log.jsonl, checkpoints/, export/ (a Hugging Face
-folder) and
-loss.png. Evaluation comes before the checkpoint of the same step, so a resumed run logs the same
-lines.
+folder) and loss.png. Evaluation comes before the checkpoint of the same step, so a resumed run logs
+the same lines.
 """
 
 import contextlib
@@ -19,7 +17,7 @@ from typing import Literal
 from llmq_nb.config import Config
 from llmq_nb.config_file import to_toml
 from llmq_nb.core.errors import MachineError, UserError
-from llmq_nb.io.safetensors_io import atomic_file
+from llmq_nb.core.files import atomic_file, remove_torn
 from llmq_nb.report.console import Console, announce
 from llmq_nb.report.jsonl import JsonlLog, read_log
 from llmq_nb.report.metrics import StepMetrics
@@ -45,8 +43,7 @@ def run(
     ):
         trainer.make_out_dir()
         claim()
-        for torn in trainer.out_dir.glob(".config.toml.*.tmp"):  # of a start that was killed
-            torn.unlink(missing_ok=True)
+        remove_torn(trainer.out_dir / "config.toml")
         with atomic_file(trainer.out_dir / "config.toml") as file:
             file.write(to_toml(config).encode())
         done = trainer.progress.step

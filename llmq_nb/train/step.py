@@ -1,8 +1,7 @@
 """The training step: micro-steps that add up gradients, then one update.
 
 This is the order of the work and nothing else. It runs eagerly on the cpu engine; on a GPU it is
-recorded
-once into graphs and replayed. Ranks go in lock-step, layer by layer.
+recorded once into graphs and replayed. Ranks go in lock-step, layer by layer.
 """
 
 from collections.abc import Sequence
@@ -12,15 +11,10 @@ from llmq_nb.train.rank import Rank
 
 def micro_step(ranks: Sequence[Rank], *, first: bool) -> None:
     """Forward and backward of one micro-batch. first: gradients start anew, else they add up."""
-    layers = ranks[0].model.config.L
-    for rank in ranks:
-        rank.model.embed()
-    for layer in range(layers):
-        for rank in ranks:
-            rank.model.forward(layer)
+    _forward(ranks)
     for rank in ranks:
         rank.model.head_loss(gradient=True, accumulate=not first)
-    for layer in reversed(range(layers)):
+    for layer in reversed(range(ranks[0].model.config.L)):
         for rank in ranks:
             rank.model.backward(layer, accumulate=not first)
     for rank in ranks:
@@ -47,11 +41,14 @@ def optimizer_step(ranks: Sequence[Rank]) -> None:
 
 def evaluation_step(ranks: Sequence[Rank]) -> None:
     """Forward of one micro-batch: the losses of its rows."""
-    layers = ranks[0].model.config.L
-    for rank in ranks:
-        rank.model.embed()
-    for layer in range(layers):
-        for rank in ranks:
-            rank.model.forward(layer)
+    _forward(ranks)
     for rank in ranks:
         rank.model.head_loss(gradient=False)
+
+
+def _forward(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        rank.model.embed()
+    for layer in range(ranks[0].model.config.L):
+        for rank in ranks:
+            rank.model.forward(layer)

@@ -22,6 +22,7 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.core.errors import UserError
 from llmq_nb.data.loader import StepBatch, eval_batches
 from llmq_nb.data.packing import Packing
+from llmq_nb.data.tokenizer import export_source
 from llmq_nb.io.export import DEFAULT_SHARD_SIZE, export_model
 from llmq_nb.io.weights import check_weights, load_weights
 from llmq_nb.model.parameters import Parameter
@@ -30,8 +31,8 @@ from llmq_nb.report.metrics import EvalMetrics, StepMetrics
 from llmq_nb.train import setup, snapshot
 from llmq_nb.train.checkpoint import (
     Checkpoint,
+    check_checkpoint_space,
     check_out_dir,
-    check_space,
     checkpoint_bytes,
     latest_checkpoint,
     save_checkpoint,
@@ -89,7 +90,7 @@ class Trainer:
         check_schedule(config.schedule, self.total_steps)
         tuning = None if checkpoint is None else checkpoint.state.get("tuning")
         self.engine: Engine = make_engine(self.device.kind, config, self.model, tuning)
-        check_space(self.checkpoints, 2 * self._checkpoint_bytes())
+        check_checkpoint_space(self.checkpoints, 2 * self._checkpoint_bytes())
         self.progress = self._start(checkpoint, announce)
         self._before = self.progress
         self.loader = setup.open_loader(config, self.data.train, self.progress.position)
@@ -97,10 +98,12 @@ class Trainer:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
         return self.out_dir / CHECKPOINTS
 
     @property
     def finished(self) -> bool:
+        """Whether all steps are done."""
         return self.progress.step >= self.total_steps
 
     def step(self) -> StepMetrics:
@@ -164,8 +167,7 @@ class Trainer:
         """The mean loss of a batch and its gradients by Hugging Face name; nothing is updated.
 
         tokens, targets: (B, T) integers of any B and T, target -100 = not trained. mask: (B, T),
-        true where
-        the target counts. Each row is one document.
+        true where the target counts. Each row is one document.
         """
         return loss_and_gradients(self.config, self.model, self.engine, tokens, targets, mask)
 
@@ -194,13 +196,12 @@ class Trainer:
         def get(parameter: Parameter) -> NDArray[Any]:
             return self.engine.read(masters[parameter.name])
 
-        tokenizer = setup.tokenizer_path(self.config, self.source)
         return export_model(
             out_dir,
             self.model,
             get,
             dtype=DType(self.config.precision.dtype),
-            tokenizer_dir=None if tokenizer == "bytes" else tokenizer,
+            tokenizer=export_source(setup.tokenizer_path(self.config, self.source)),
             max_shard_size=max_shard_size,
         )
 

@@ -25,7 +25,17 @@ def test_other_text_is_refused(text):
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1536, "1.5 KiB"), (15 * 2**30, "15 GiB"), (2**43, "8 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (15 * 2**30, "15.0 GiB"),
+        (2**43, "8.00 TiB"),
+        (10_234 * 2**10, "9.99 MiB"),
+        (1023 * 2**20, "1023 MiB"),
+        (2**30 - 1, "1.00 GiB"),
+        (2000 * 2**40, "2000 TiB"),
+    ],
 )
 def test_sizes_are_written(nbytes, text):
     assert format_bytes(nbytes) == text

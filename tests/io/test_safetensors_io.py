@@ -2,17 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llmq_nb.core.errors import UserError
+from llmq_nb.core.files import synced_file
 from llmq_nb.io.safetensors_io import (
+    HEADER_ROOM,
     SafetensorsFile,
+    SafetensorsWriter,
     TensorSpec,
-    atomic_file,
     plan_shards,
     write_safetensors,
     write_sharded,
@@ -25,8 +30,9 @@ DTYPES = {
     "F16": np.float16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I32": np.int32,
-    "U8": np.uint8,
+    "F64": np.float64,
+    **{f"I{n}": np.dtype(f"i{n // 8}") for n in (64, 32, 16, 8)},
+    **{f"U{n}": np.dtype(f"u{n // 8}") for n in (64, 32, 16, 8)},
 }
 # scalar, empty, one row, odd sizes: everything that a range computation can get wrong
 SHAPES = [(), (0, 3), (1, 7), (5, 3)]
@@ -126,6 +132,11 @@ def craft(path: Path, header: object, data: bytes = b"\0" * 16) -> Path:
         ([], "unreadable"),
         ({"x": 3}, "unreadable"),
         ({"x": {"dtype": "F32", "shape": [4]}}, "unreadable"),
+        ({"x": ["F32"]}, "unreadable"),
+        ({"x": None}, "unreadable"),
+        ({"x": {"dtype": "F32", "shape": [4], "data_offsets": [16]}}, "unreadable"),
+        ({"x": {"dtype": "F32", "data_offsets": [0, 16]}}, "unreadable"),
+        ({"x": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}}, "byte range -16 to 0"),
         ({"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 16]}}, "dtype F4"),
         ({"x": {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}}, "byte range 0 to 16"),
         ({"x": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, "byte range"),
@@ -148,6 +159,15 @@ def test_a_lying_header_is_refused(tmp_path: Path, header: object, what: str) ->
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none.safetensors: No such file"):
         SafetensorsFile(tmp_path / "none.safetensors")
+    with pytest.raises(UserError, match="cannot read"):
+        SafetensorsFile(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff\xff"])
+def test_a_header_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(UserError, match="unreadable safetensors header"):
+        SafetensorsFile(tmp_path / "x")
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
@@ -160,15 +180,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="int32"):
         write_safetensors(path, specs[:1], lambda _: np.zeros(4, np.int32))
     assert path.read_bytes() == before and not leftovers(tmp_path)
-
-
-def test_atomic_file_appears_only_at_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    with atomic_file(path) as file:
-        file.write(b"done")
-        assert not path.exists()
-    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
-    assert path.read_bytes() == b"done"
 
 
 def test_shards_stay_below_the_limit_and_keep_the_order() -> None:
@@ -199,3 +210,98 @@ def test_sharded_write_asks_for_each_tensor_once_in_order(tmp_path: Path) -> Non
     for name, tensor in tensors.items():
         stored = dict(safetensors.deserialize((tmp_path / index["weight_map"][name]).read_bytes()))
         assert bytes(stored[name]["data"]) == tensor.tobytes()
+
+
+def stream(path: Path, tensors: dict[str, np.ndarray], **options: Any) -> int:
+    """As a checkpoint writes: names come with their arrays."""
+    with synced_file(path) as file:
+        writer = SafetensorsWriter(file, **options)
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        return writer.finish()
+
+
+def test_the_library_reads_a_stream(tmp_path: Path) -> None:
+    """All dtypes and shapes, unaligned ones too, in the order in which they came."""
+    tensors = all_tensors() | {"flags": np.array([True, False, True])}
+    size = stream(tmp_path / "a.safetensors", tensors)
+    data = (tmp_path / "a.safetensors").read_bytes()
+    assert size == len(data) == HEADER_ROOM + sum(t.nbytes for t in tensors.values())
+    read = {
+        name: (e["dtype"], tuple(e["shape"]), bytes(e["data"]))
+        for name, e in safetensors.deserialize(data)
+    }
+    assert read == {
+        n: (n.split("[")[0].replace("flags", "BOOL"), t.shape, t.tobytes())
+        for n, t in tensors.items()
+    }
+    assert list(SafetensorsFile(tmp_path / "a.safetensors").specs) == list(tensors)
+
+
+def test_views_are_the_bytes_and_cannot_be_written(tmp_path: Path) -> None:
+    tensors = all_tensors()
+    stream(tmp_path / "a.safetensors", tensors)
+    views = SafetensorsFile(tmp_path / "a.safetensors").views()
+    assert views.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert views[name].dtype == tensor.dtype and views[name].shape == tensor.shape
+        assert views[name].tobytes() == tensor.tobytes()
+        assert not views[name].flags.writeable
+
+
+def test_strided_arrays_are_written_row_major(tmp_path: Path) -> None:
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)
+    stream(tmp_path / "x", {"t": array.T, "s": array[::2, ::3]})
+    views = SafetensorsFile(tmp_path / "x").views()
+    assert np.array_equal(views["t"], array.T) and np.array_equal(views["s"], array[::2, ::3])
+
+
+@settings(max_examples=30, deadline=None)
+@given(names=st.lists(st.text(max_size=60), unique=True, max_size=40))
+def test_a_header_that_fits_is_never_overrun(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str]
+) -> None:
+    path = tmp_path_factory.mktemp("names") / "x"
+    names = [name for name in names if name != "__metadata__"]
+    array, kept = np.arange(3, dtype=np.float32), []
+    with synced_file(path) as file:
+        writer = SafetensorsWriter(file, room=1024)
+        for name in names:
+            if writer.fits(TensorSpec(name, array.dtype, array.shape)):
+                writer.add(name, array)
+                kept.append(name)
+        writer.finish()
+    views = SafetensorsFile(path).views()
+    assert list(views) == kept
+    assert all(np.array_equal(views[name], array) for name in kept)
+    data = path.read_bytes()
+    assert len(data) == 1024 + 12 * len(kept)
+    # what did not fit: 12 bytes a character at most (two escapes), and under 70 of its own
+    assert len(kept) == len(names) or len(data[8:1024].rstrip()) > 1016 - 12 * 60 - 70
+
+
+def test_a_full_header_and_a_repeated_name_are_refused(tmp_path: Path) -> None:
+    with synced_file(tmp_path / "x") as file:
+        writer = SafetensorsWriter(file, metadata={}, room=128)
+        writer.add("a", np.zeros(1))
+        with pytest.raises(ValueError, match="two tensors named 'a'"):
+            writer.add("a", np.zeros(1))
+        with pytest.raises(ValueError, match="no room for 'b"):
+            writer.add("b" * 60, np.zeros(1))
+
+
+@pytest.mark.parametrize("array", [np.zeros(2, ">f4"), np.zeros(2, complex), np.array(["a"])])
+def test_dtypes_that_the_format_has_not_are_refused(tmp_path: Path, array: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="safetensors has no dtype"):
+        stream(tmp_path / "x", {"a": array})
+    with pytest.raises(ValueError, match="safetensors has no dtype"):
+        write(tmp_path / "y", {"a": array})
+    assert not (tmp_path / "y").exists()
+
+
+def test_an_unfinished_stream_is_refused(tmp_path: Path) -> None:
+    with synced_file(tmp_path / "x") as file:
+        SafetensorsWriter(file).add("a", np.zeros(4))
+    assert (tmp_path / "x").stat().st_size == HEADER_ROOM + 32
+    with pytest.raises(UserError, match="unreadable safetensors header"):
+        SafetensorsFile(tmp_path / "x")

@@ -1,8 +1,7 @@
 """Products, SwiGLU and the embedding, forward and backward, on NumPy arrays.
 
 An FP8 product multiplies the codes and then both scales: the codes are exact in float32, so the
-only
-roundings are the float32 sums and the output's, as on the GPU.
+only roundings are the float32 sums and the output's, as on the GPU.
 """
 
 from typing import Any
@@ -29,6 +28,7 @@ def operand(tensor: Tensor, *, fp8: bool) -> tuple[Float, np.float32]:
 
 
 def linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """y = x weight^T + bias, as `Ops.linear` says; codes of x and weight if weight has a slot."""
     fp8 = weight.fp8 is not None
     xs, x_scale = operand(x, fp8=fp8)
     ws, w_scale = operand(weight, fp8=fp8)
@@ -39,6 +39,7 @@ def linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def linear_backward(
     dx: Tensor, dweight: Tensor, dy: Tensor, x: Tensor, weight: Tensor, *, accumulate: bool
 ) -> None:
+    """dweight (+)= dy^T x; dx = dy weight."""
     fp8 = weight.fp8 is not None
     dys, dy_scale = operand(dy, fp8=fp8)
     xs, x_scale = operand(x, fp8=fp8)
@@ -54,6 +55,7 @@ def bias_gradient(dbias: Array, dy: Array, *, accumulate: bool) -> None:
 
 
 def swiglu(y: Array, gate_up: Array) -> None:
+    """y = gate / (1 + exp(-gate)) * up. gate_up: (N, 2 F), y: (N, F); rounded once, at the end."""
     F = y.shape[1]
 
     def work(rows: slice) -> None:
@@ -64,6 +66,7 @@ def swiglu(y: Array, gate_up: Array) -> None:
 
 
 def swiglu_backward(dgate_up: Array, dy: Array, gate_up: Array) -> None:
+    """Its gradient, (N, 2 F), from dy, (N, F); each value rounded once."""
     F = dy.shape[1]
 
     def work(rows: slice) -> None:

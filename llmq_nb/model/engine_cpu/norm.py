@@ -34,6 +34,7 @@ def normed_backward(dy: Float, x: Float, weight: Float, rstd: Float) -> tuple[Fl
 
 
 def rmsnorm(y: Array, rstd: Float, x: Array, weight: Array, eps: float) -> None:
+    """y and rstd of x, (N, C); weight: (C,), rstd: (N,) float32."""
     w = to_float32(weight)
 
     def work(rows: slice) -> None:
@@ -45,6 +46,7 @@ def rmsnorm(y: Array, rstd: Float, x: Array, weight: Array, eps: float) -> None:
 def residual_rmsnorm(
     residual_out: Array, y: Array, rstd: Float, residual: Array, x: Array, weight: Array, eps: float
 ) -> None:
+    """residual_out = residual + x, (N, C), and its norm: y and rstd."""
     w = to_float32(weight)
 
     def work(rows: slice) -> None:
