@@ -195,10 +195,9 @@ def update(
 
     >>> adamw.update(master, m, v, grad, step=0, learning_rate=1e-3)
     """
-    arrays = {"master": master, "m": m, "v": v, "grad": grad}
-    shape = tuple(master.shape)
-    found = {name: _describe_float(x, shape, name) for name, x in arrays.items()}
-    a = found["master"]
+    a = _describe_float(master, None, "master")
+    arrays = {"m": m, "v": v, "grad": grad}
+    found = {name: _describe_float(x, a.shape, name) for name, x in arrays.items()} | {"master": a}
     copy = 0
     if weight is not None:
         copy = describe(weight, dtype=DType.BF16, shape=a.shape, name="weight").address
@@ -217,7 +216,7 @@ def update(
     )  # fmt: skip
 
 
-def _describe_float(x: Any, shape: tuple[int, ...], name: str) -> Any:
+def _describe_float(x: Any, shape: tuple[int, ...] | None, name: str) -> Any:
     try:
         return describe(x, dtype=DType.FP32, shape=shape, name=name)
     except ValueError as error:

@@ -10,8 +10,9 @@ r"""SwiGLU forward and backward.
 Shapes   gate_up, dgate_up: (N, 2 F) row-major, a row is [gate; up]; y, dy: (N, F). F a multiple of
          8.
 Dtypes   bfloat16 or float32 (`dtype`); absmax: float32, 0 or an earlier maximum before.
-Errors   float32 inside. exp by ex2.approx: its argument rounds once, so exp(-g) is good to
-         (|g| + 4) * 2^-24, s to (|g| + 6) * 2^-24; y adds two products and one rounding.
+Errors   float32 inside. exp by ex2.approx: its argument rounds once and log2 e is off by 0.22 *
+         2^-24, so exp(-g) is good to (1.25 |g| + 4) * 2^-24, s to (1.25 |g| + 6) * 2^-24; y adds
+         two products and one rounding. Below 2^-126 results are flushed to 0.
          dgate: the same of |dy up s| (1 + |g|), since 1 + g (1 - s) may cancel; dup as y.
          No sums between threads: bitwise reproducible. dgate_up may be gate_up.
 Cost     Every operand once.

@@ -92,8 +92,10 @@ class CpuEngine:
         self.config, self.model = config, model
         self.plan = make_plan(config, model)
         self.tensors = allocate(self.plan)
-        ops = CpuOps(model, config.optimizer, seq_len=config.batch.seq_len, seed=config.run.seed)
-        self.ranks = [make_rank(config, model, self.tensors, ops)]
+        self.ops = CpuOps(
+            model, config.optimizer, seq_len=config.batch.seq_len, seed=config.run.seed
+        )
+        self.ranks = [make_rank(config, model, self.tensors, self.ops)]
 
     @property
     def states(self) -> list[State]:

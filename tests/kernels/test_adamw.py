@@ -85,6 +85,7 @@ def run(
     def at(name: str, element: int) -> int:
         return b[name].address + element * state[name].dtype.itemsize
 
+    kinds: dict[str, Any] = {f"{name}_dtype": kind for name, kind in formats.items()}
     edges = (0, *cuts, n)
     for begin, end in zip(edges, edges[1:], strict=False):
         adamw.adamw_launch(
@@ -92,7 +93,7 @@ def run(
             at("v", begin), at("grad", begin), n=end - begin, first=begin,
             m_scale=at("m_scale", begin // 128), absmax=slot.address, decay=DECAY, seed=SEED,
             tensor=TENSOR, **HYPER, **scalars, stream=device.stream,
-            **{f"{name}_dtype": kind for name, kind in formats.items()},
+            **kinds,
         )  # fmt: skip
     return {name: buffer.numpy() for name, buffer in b.items()}, float(slot.numpy()[0])
 

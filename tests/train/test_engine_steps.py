@@ -68,7 +68,7 @@ def test_three_steps_of_training_agree_with_float64(case, clip):
         assert got.grad_norm == pytest.approx(norm, rel=1e-5)
         assert got.finite and got.non_finite_tensor is None
         # the counter of the update's random bits: that of its last micro-step
-        assert engine.ranks[0].ops.scalars.update == 2 * step + 1
+        assert engine.ops.scalars.update == 2 * step + 1
         for n, g in grads.items():
             decay = 0.1 if weights[n].ndim == 2 else 0.0  # none on norms and biases
             weights[n], m[n], v[n] = oracles.adamw(
