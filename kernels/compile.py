@@ -2,13 +2,9 @@
 driver.
 
 A kernel is what a factory returns: `make_rmsnorm_forward(C=2048)`; its constants are closure
-variables. The cache key is everything that the machine code depends on: the source of the kernel's
-module and of all kernel modules it imports, the closure constants, signature, target, options,
-package versions. Cached: `<name>-<key>.cubin` and `.json` (entry point, resources), written
-atomically, so that several processes may compile at once. Folder: LLMQ_NB_CACHE, else
-~/.cache/llmq-nb; if that cannot be written (read-only home) or is on NFS (slow, and renames there
-are not seen at once), a folder of this user under the system's temporary directory, said in one
-line.
+variables. The result is kept as `<name>-<key>.cubin` and `.json` (entry point, resources) in the
+cache folder (cache.py says what the key covers), written atomically, so that several processes may
+compile at once.
 
 A `.f64` instruction is a build error: it is always an untyped float literal, and 64 times slower on
 most cards.
@@ -16,22 +12,18 @@ most cards.
 
 import contextlib
 import hashlib
-import inspect
 import json
-import os
 import re
-import sys
-import tempfile
 import time
 import types as pytypes
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from llmq_nb.kernels.cache import cache_folder, source_key, write_atomically
 
 if not hasattr(np, "row_stack"):  # numba-cuda 0.30 registers it; NumPy 2.5 removed it
     np.row_stack = np.vstack  # pyright: ignore[reportAttributeAccessIssue]
@@ -42,15 +34,6 @@ newer."""
 
 COMMON_SHARED_BYTES = 101_376
 """Shared memory a block may have on every card from sm_80 (sm_86, 89 and 120 have the least)."""
-
-_HOST_MODULES = {"arrays", "compile", "dlpack", "launch", "sim", "sim_ops"}  # never in machine code
-_PACKAGES = ("numba", "numba-cuda", "llvmlite", "cuda-core")
-_NVVM_PACKAGES = (
-    "nvidia-nvvm",
-    "nvidia-nvjitlink",
-    "nvidia-cuda-nvcc-cu12",
-    "nvidia-nvjitlink-cu12",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,56 +110,6 @@ def arch_of(cc: tuple[int, int], options: Options = DEFAULT) -> str:
     return f"sm_{cc[0]}{cc[1]}" + "a" * options.arch_specific
 
 
-# ---- cache key ---------------------------------------------------------------------------------
-@cache
-def _module_digest(path: str) -> str:
-    """Hash of a source file and of every kernel module that it imports."""
-    source = Path(path).read_text(encoding="utf-8")
-    parts = [hashlib.sha256(source.encode()).hexdigest()]
-    pattern = r"^\s*from llmq_nb\.kernels\.(\w+) import|^\s*from llmq_nb\.kernels import (\w+)"
-    names = {a or b for a, b in re.findall(pattern, source, re.M)} - _HOST_MODULES
-    for name in sorted(names):
-        imported = inspect.getsourcefile(import_module(f"llmq_nb.kernels.{name}"))
-        if imported and os.path.realpath(imported) != os.path.realpath(path):
-            parts.append(_module_digest(imported))
-    return hashlib.sha256("".join(parts).encode()).hexdigest()
-
-
-def _describe_constant(value: Any) -> Any:
-    """A closure variable as JSON: a number by value and type, a device function by its own
-    description."""
-    function = getattr(value, "py_func", value)
-    if inspect.isfunction(function):
-        return _describe_function(function)
-    if isinstance(value, (tuple, list)):
-        return [_describe_constant(v) for v in value]
-    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
-        return [type(value).__name__, repr(value)]
-    # intrinsics, Numba types: their own source is in the module digest, repr tells two of them
-    # apart
-    return [type(value).__name__, re.sub(r" at 0x[0-9a-f]+", "", repr(value))]
-
-
-def _describe_function(function: Callable[..., Any]) -> list[Any]:
-    code = function.__code__
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    closure = [
-        [name, _describe_constant(value)]
-        for name, value in zip(code.co_freevars, cells, strict=True)
-    ]
-    return [function.__qualname__, _module_digest(code.co_filename), closure]
-
-
-@cache
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES + _NVVM_PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    found["numpy"] = np.__version__.rsplit(".", 1)[0]
-    return found
-
-
 def _whole_program(options: Options) -> bool:
     """Whether to link from LTO-IR (see to_ltoir). The cluster size exists in the PTX only."""
     return options.arch_specific and options.cluster == 1
@@ -190,73 +123,8 @@ def cache_key(
     options: Options,
 ) -> str:
     """32 hexadecimal digits that change whenever the machine code could."""
-    blob = [
-        _describe_function(function),
-        [str(t) for t in signature],
-        threads,
-        cc,
-        asdict(options),
-        _whole_program(options),
-        _versions(),
-    ]
-    return hashlib.sha256(json.dumps(blob, sort_keys=True).encode()).hexdigest()[:32]
-
-
-# ---- cache folder ------------------------------------------------------------------------------
-def _on_nfs(path: Path) -> bool:
-    """Whether the file system that holds path is NFS (Linux; False where that is not known)."""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    resolved = str(path.resolve()) + "/"
-    holding = [
-        (len(point), kind) for point, kind in mounts if resolved.startswith(point.rstrip("/") + "/")
-    ]
-    return bool(holding) and max(holding)[1].startswith("nfs")
-
-
-def _writable(path: Path) -> bool:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return True
-    except OSError:
-        return False
-
-
-@cache
-def _folder(override: str | None) -> Path:
-    if override:
-        wanted = Path(override).expanduser()
-        if _writable(wanted):
-            return wanted
-    else:
-        wanted = Path("~/.cache/llmq-nb").expanduser()
-        if _writable(wanted) and not _on_nfs(wanted):
-            return wanted
-    fallback = Path(tempfile.gettempdir()) / f"llmq-nb-{os.getuid()}"
-    fallback.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if fallback.stat().st_uid != os.getuid():  # code is loaded from here: nobody else may own it
-        fallback = Path(tempfile.mkdtemp(prefix="llmq-nb-"))
-    reason = "is on NFS" if _writable(wanted) else "cannot be written"
-    print(
-        f"kernel cache: {wanted} {reason}, using {fallback} (set LLMQ_NB_CACHE to choose)",
-        file=sys.stderr,
-    )
-    return fallback
-
-
-def cache_folder() -> Path:
-    """Where cubins are kept; created if need be."""
-    return _folder(os.environ.get("LLMQ_NB_CACHE"))
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    os.replace(temporary, path)
+    types_ = [str(t) for t in signature]
+    return source_key(function, types_, threads, cc, asdict(options), _whole_program(options))
 
 
 # ---- compile -----------------------------------------------------------------------------------
@@ -416,6 +284,6 @@ def compile_kernel(
     meta["resources"] = asdict(replace(resources, warnings=()))
     meta["resources"].pop("warnings")
     meta["warnings"] = resources.warnings
-    _write_atomically(stem.with_suffix(".cubin"), cubin)
-    _write_atomically(stem.with_suffix(".json"), json.dumps(meta).encode())
+    write_atomically(stem.with_suffix(".cubin"), cubin)
+    write_atomically(stem.with_suffix(".json"), json.dumps(meta).encode())
     return result

@@ -14,6 +14,7 @@ import pytest
 from numba import cuda
 from numba.cuda import types
 
+from llmq_nb.kernels import cache
 from llmq_nb.kernels import compile as compiler
 from llmq_nb.kernels.compile import DEFAULT, Options, cache_key, compile_kernel, to_ptx
 from llmq_nb.kernels.ptx import ldg32f, stg32f
@@ -58,9 +59,9 @@ def test_key_changes_with_everything_the_code_depends_on(monkeypatch: pytest.Mon
         key(options=Options(min_blocks=2)),
         key(options=Options(fastmath=False)),
     ]
-    monkeypatch.setattr(compiler, "_versions", lambda: {"numba": "another"})
+    monkeypatch.setattr(cache, "package_versions", lambda: {"numba": "another"})
     keys.append(key())
-    monkeypatch.setattr(compiler, "_module_digest", lambda path: "another source")
+    monkeypatch.setattr(cache, "module_digest", lambda path: "another source")
     keys.append(key())
     assert len(set(keys)) == len(keys)
 
@@ -77,7 +78,7 @@ def test_digest_covers_imported_kernel_modules(tmp_path: Path) -> None:
     source = "from llmq_nb.kernels.reduce import warp_sum\n"
     (tmp_path / "a.py").write_text(source)
     (tmp_path / "b.py").write_text(source.replace("reduce", "vector"))
-    assert compiler._module_digest(str(tmp_path / "a.py")) != compiler._module_digest(
+    assert cache.module_digest(str(tmp_path / "a.py")) != cache.module_digest(
         str(tmp_path / "b.py")
     )
 
@@ -124,8 +125,8 @@ def test_fixed_cluster_is_in_the_ptx() -> None:
 def test_unwritable_folder_falls_back_with_one_line(tmp_path: Path, capsys) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    folder = compiler._folder(str(blocked / "below"))
-    assert folder.is_dir() and compiler._writable(folder)
+    folder = cache.choose_folder(str(blocked / "below"))
+    assert folder.is_dir() and cache.is_writable(folder)
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be written" in line and str(folder) in line
 
@@ -141,3 +142,16 @@ def test_card_runs_the_newest_target_of_its_major(cc, target) -> None:
 def test_unknown_major_is_refused() -> None:
     with pytest.raises(ValueError, match="13.0"):
         compiler.target_of((13, 0))
+
+
+def test_compiles_where_numpy_has_no_row_stack() -> None:
+    """NumPy 2.5 removed it, numba-cuda 0.30 asks for it."""
+    command = (
+        "import numpy as np; del np.row_stack\n"
+        "from tests.kernels.test_cache import SIGNATURE, make_scale, to_ptx\n"
+        "print('.entry' in to_ptx(make_scale(2.0), SIGNATURE, 32, (8, 9)))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True
+    )
+    assert other.stdout.strip() == "True", other.stderr
