@@ -179,7 +179,9 @@ def swath(mebibytes: int) -> Iterator[None]:
 def shapes(forward: int, dkdv: int, dq: tuple[int, int]) -> Iterator[None]:
     """Other warpgroup counts of the wgmma kernels, D = 64."""
     backward = attention_hopper_backward
-    tables = attention_hopper.CONSUMERS, backward.DKDV_CONSUMERS, backward.DQ_SHAPES
+    tables: list[dict[int, Any]] = [
+        attention_hopper.CONSUMERS, backward.DKDV_CONSUMERS, backward.DQ_SHAPES
+    ]  # fmt: skip
     before = [table[64] for table in tables]
     for table, value in zip(tables, (forward, dkdv, dq), strict=True):
         table[64] = value

@@ -14,9 +14,10 @@ import pytest
 
 from llmq_nb.core.device import device_count, open_device
 from llmq_nb.core.dtype import DType
-from llmq_nb.kernels import attention
+from llmq_nb.kernels import attention, attention_backward, attention_dkdv, attention_forward
 from llmq_nb.kernels.attention import Tiles
 from llmq_nb.kernels.attention_tiles import Tile
+from llmq_nb.kernels.compile import to_ptx
 from llmq_nb.kernels.ptx import SIMULATED as SIMULATOR
 from tests.kernels.harness import Device, assert_within, run_sim
 
@@ -246,6 +247,30 @@ def test_reference_gradients_are_the_derivative_of_the_reference() -> None:
         ]
         numeric = (losses[0] - losses[1]) / 2e-5
         assert abs(numeric - (gradient * direction).sum()) < 1e-8 * abs(dout).sum()
+
+
+# ---- compiled code -----------------------------------------------------------------------------
+@pytest.mark.parametrize("module", [attention_forward, attention_dkdv, attention_backward])
+def test_products_run_on_tensor_cores(module) -> None:
+    """One mma.sync for each 16 x 8 x 16 of the tile's products in one pass of the loop, operands by
+    ldmatrix, tiles by 16-byte cp.async. (Registers and stack: test_compile.)"""
+    case = next(c for c in module.COMPILE_CASES if "QUERIES" in c.constants)
+    ptx = to_ptx(case.factory(**case.constants), case.signature, case.threads, (8, 9), case.options)
+    extents = case.constants["QUERIES"] * case.constants["KEYS"] * case.constants["D"]
+    products = {attention_forward: 2, attention_dkdv: 4, attention_backward: 3}[module]
+    assert ptx.count("mma.sync") == products * extents // (16 * 8 * 16) // case.constants["WARPS"]
+    assert "ldmatrix" in ptx and "cp.async.cg.shared.global" in ptx
+    assert ".local" not in ptx  # no register tile is indexed at run time
+
+
+def test_shapes_for_two_blocks_a_multiprocessor() -> None:
+    """Every kernel has a shape of which two blocks fit 100 KB (1 KB of each is CUDA's)."""
+    half = 102400 // 2 - 1024
+    for D in attention.HEAD_DIMS:
+        small = attention.default_tiles(D, (8, 6))
+        assert attention_forward.shared_bytes(D, small.forward) <= half
+        assert attention_dkdv.shared_bytes(D, small.dkdv) <= half
+        assert attention_backward.shared_bytes(D, small.dq) <= half
 
 
 # ---- simulator ---------------------------------------------------------------------------------
