@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", default=list(cases()), choices=list(cases()))
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--swath", nargs="*", type=int, default=[])
+    parser.add_argument("--waves", action="store_true", help="wgmma, a block for every item")
     parser.add_argument("--shapes", action="store_true", help="wgmma at D = 64")
     arguments = parser.parse_args()
     try:
@@ -209,6 +210,10 @@ def main() -> None:
             for size in arguments.swath:
                 with swath(size):
                     time_ours(bench, name, case, [(f"swath {size} MiB", None)])
+            if arguments.waves:
+                attention_hopper.PERSISTENT = False
+                time_ours(bench, name, case, [("not persistent", None)])
+                attention_hopper.PERSISTENT = True
             if arguments.shapes and case.D == 64:
                 for other in ((2, 2, (2, 128)), (3, 3, (2, 64))):
                     with shapes(*other):

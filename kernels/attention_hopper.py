@@ -3,7 +3,7 @@ r"""Attention forward on wgmma and TMA, for sm_90 (equations: attention.py; caus
 One producer warp fetches tiles by TMA; CONSUMERS warpgroups own 64 query rows each. S = Q K^T of a
 tile is issued with the last tile's P V, which then runs under the softmax of S. K and V have two
 stages each; every consumer thread frees a stage on its empty barrier (one arrival a warp would be a
-race with the other lanes' reads).
+race with the other lanes' reads). A block takes item after item (QUERIES rows of a head).
 
 Two rules keep ptxas from serialising the wgmma: every operand register is final before the first
 wgmma of a stage (pins), and P is packed from S only after P V has ended.
@@ -19,6 +19,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
+from llmq_nb.core.device import current_device
 from llmq_nb.kernels.attention_tiles import (
     FIRST_MAXIMUM,
     LN2,
@@ -33,7 +34,6 @@ from llmq_nb.kernels.attention_tiles import (
 from llmq_nb.kernels.compile import CompileCase, Options
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
-    bar_sync,
     bf16x2,
     ex2,
     ffma,
@@ -73,6 +73,7 @@ CONSUMERS = {64: 3, 128: 2}
 """Warpgroups of 64 queries, by head_dim: as many as the registers hold."""
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 """Of a producer and a consumer thread, by the number of consumer warpgroups."""
+PERSISTENT = True
 HALF_ROW = 128
 """Bytes of a row of 64 columns: a D = 128 tile is two halves, one after the other."""
 WARPGROUP_HALF = 64 * HALF_ROW
@@ -226,6 +227,31 @@ def make_load_halves(D: int, HALF: int):
     return load
 
 
+@cuda.jit(device=True)
+def next_work(item):
+    """The block's item number `item`: to and fro over the blocks, so that the first ones do not get
+    all the longest."""
+    blocks = cuda.gridDim.x
+    step = cuda.blockIdx.x if (item & 1) == 0 else blocks - 1 - cuda.blockIdx.x
+    return np.int64(item) * blocks + step
+
+
+def make_item(QUERIES: int, KEYS: int):
+    """item_of(work, segment_start, heads, T, H, tiles, swath): (sequence, head, first query, last
+    key tile, number of key tiles) of a work item: QUERIES rows of one head."""
+
+    @cuda.jit(device=True)
+    def item_of(work, segment_start, heads, T, H, tiles, swath):
+        bh, tile = block_order(work, heads, tiles, swath)
+        b = divide(bh, H)
+        m0 = (tiles - 1 - tile) * QUERIES  # the longest rows first
+        n_last = (min(m0 + QUERIES, T) - 1) // KEYS
+        first = first_key(segment_start, np.int64(b) * T + m0) // KEYS
+        return b, bh - b * H, m0, n_last, n_last + 1 - first
+
+    return item_of
+
+
 def make_attention_forward_hopper(D: int, CONSUMERS: int):
     """Kernel for CONSUMERS warpgroups; arguments: addresses, tensor maps, extents."""
     QUERIES = 64 * CONSUMERS
@@ -239,6 +265,7 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
     ACC = D // 2
     D8 = D // 8
     N_MAJOR = n_major(KV_HALF)
+    item_of = make_item(QUERIES, KEYS)
     release = make_set_registers(REGISTERS[CONSUMERS][0], increase=False)
     take = make_set_registers(REGISTERS[CONSUMERS][1], increase=True)
     load_q = make_load_halves(D, Q_HALF)
@@ -264,45 +291,51 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
         sq = np.uint32((smem_addr(cuda.shared.array(0, dtype=types.uint32)) + 1023) & 0xFFFFFC00)
         sk = np.uint32(sq + Q_BYTES)
         sv = np.uint32(sk + 2 * KV_BYTES)
-        q_full = np.uint32(sv + 2 * KV_BYTES)  # barriers, 8 bytes each; two stages where two
+        so = np.uint32(sv + 2 * KV_BYTES)
+        q_full = np.uint32(so + Q_BYTES)  # barriers, 8 bytes each; two stages where two
         k_full = np.uint32(q_full + 8)
         v_full = np.uint32(q_full + 24)
-        k_empty = np.uint32(q_full + 40)
-        v_empty = np.uint32(q_full + 56)
+        q_empty = np.uint32(q_full + 40)
+        k_empty = np.uint32(q_full + 48)
+        v_empty = np.uint32(q_full + 64)
         tid = cuda.threadIdx.x
         warp = tid >> 5
         lane = tid & 31
-        bh, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)
-        b = divide(bh, H)
-        h = bh - b * H
-        base = np.int64(b) * T
-        m0 = (tiles - 1 - tile) * QUERIES  # the longest rows first
-        n_last = (min(m0 + QUERIES, T) - 1) // KEYS
-        count = n_last + 1 - first_key(segment_start, base + m0) // KEYS
         if tid == 0:
             for i in range(5):
                 mbar_init(q_full + i * 8, 1)
-            for i in range(4):
-                mbar_init(k_empty + i * 8, ARRIVALS)
+            for i in range(5):
+                mbar_init(q_empty + i * 8, ARRIVALS)
             fence_async()
         cuda.syncthreads()  # the barriers exist
+        turn = np.uint32(0)  # tiles before this item: stage and phase of every barrier
+        item = 0
+        work = next_work(0)
 
         if warp >= 4 * CONSUMERS:
             release()
             if tid == ARRIVALS:
-                g = divide(h, group)
-                mbar_expect(q_full, Q_BYTES)
-                load_q(sq, q_map, h, m0, b, q_full)
-                for i in range(count):
-                    stage = i & 1
-                    free = ((i >> 1) & 1) ^ 1
-                    row = (n_last - i) * KEYS
-                    mbar_wait(k_empty + stage * 8, free)
-                    mbar_expect(k_full + stage * 8, KV_BYTES)
-                    load_kv(sk + stage * KV_BYTES, k_map, g, row, b, k_full + stage * 8)
-                    mbar_wait(v_empty + stage * 8, free)
-                    mbar_expect(v_full + stage * 8, KV_BYTES)
-                    load_kv(sv + stage * KV_BYTES, v_map, g, row, b, v_full + stage * 8)
+                while work < heads * tiles:
+                    b, h, m0, n_last, count = item_of(
+                        work, segment_start, heads, T, H, tiles, swath
+                    )
+                    g = divide(h, group)
+                    mbar_wait(q_empty, (item & 1) ^ 1)
+                    mbar_expect(q_full, Q_BYTES)
+                    load_q(sq, q_map, h, m0, b, q_full)
+                    for i in range(count):
+                        stage = turn & 1
+                        free = ((turn >> 1) & 1) ^ 1
+                        row = (n_last - i) * KEYS
+                        mbar_wait(k_empty + stage * 8, free)
+                        mbar_expect(k_full + stage * 8, KV_BYTES)
+                        load_kv(sk + stage * KV_BYTES, k_map, g, row, b, k_full + stage * 8)
+                        mbar_wait(v_empty + stage * 8, free)
+                        mbar_expect(v_full + stage * 8, KV_BYTES)
+                        load_kv(sv + stage * KV_BYTES, v_map, g, row, b, v_full + stage * 8)
+                        turn = np.uint32(turn + 1)
+                    item += 1
+                    work = next_work(item)
         else:
             take()
             wg = warp >> 2
@@ -313,88 +346,106 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
             total = cuda.local.array(2, dtype=np.float32)
             shrink = cuda.local.array(2, dtype=np.float32)
             starts = cuda.local.array(2, dtype=np.int32)
-            for i in range(ACC):
-                acc[i] = ZERO
-            for i in range(64):
-                s[i] = ZERO
             tile_row = wg * 64 + (warp & 3) * 16 + (lane >> 2)
-            for r in range(2):
-                largest[r] = FIRST_MAXIMUM
-                total[r] = ZERO
-                starts[r] = first_key(segment_start, base + min(m0 + tile_row + r * 8, T - 1))
-            mixed = first_key(segment_start, base + min(m0 + wg * 64 + 63, T - 1))
             query = descriptor(K_MAJOR, sq + wg * WARPGROUP_HALF)
             key = descriptor(K_MAJOR, sk)
             value = descriptor(N_MAJOR, sv)
             column = (lane & 3) << 1
-            # the tile with this warpgroup's diagonal; a tile above it is only released
-            skip = n_last - min(m0 + wg * 64, T - 1) // KEYS
-            if skip > 0:
-                mbar_wait(k_full, 0)
-                mbar_wait(v_full, 0)
-                mbar_arrive(k_empty)
-                mbar_arrive(v_empty)
-            mbar_wait(q_full, 0)
-            mbar_wait(k_full + skip * 8, 0)
-            fence_scores(s)
-            scores(s, query, key + skip * STAGE)
-            wgmma_commit()
-            wait_first(s)
-            mbar_arrive(k_empty + skip * 8)
-            mask(s, (n_last - skip) * KEYS + column, m0 + tile_row, starts)
-            softmax(s, largest, total, shrink, scale_log2)
-            pack(s, p)
-            for i in range(skip + 1, count):
-                stage = i & 1
-                before = stage ^ 1
-                mbar_wait(k_full + stage * 8, (i >> 1) & 1)
-                mbar_wait(v_full + before * 8, ((i - 1) >> 1) & 1)
-                pin_acc(acc)
-                pin_p(p)
+            while work < heads * tiles:
+                b, h, m0, n_last, count = item_of(work, segment_start, heads, T, H, tiles, swath)
+                base = np.int64(b) * T
+                for i in range(ACC):
+                    acc[i] = ZERO
+                for i in range(64):
+                    s[i] = ZERO
+                for r in range(2):
+                    largest[r] = FIRST_MAXIMUM
+                    total[r] = ZERO
+                    starts[r] = first_key(segment_start, base + min(m0 + tile_row + r * 8, T - 1))
+                mixed = first_key(segment_start, base + min(m0 + wg * 64 + 63, T - 1))
+                # the tile with this warpgroup's diagonal; a tile above it is only released
+                skip = n_last - min(m0 + wg * 64, T - 1) // KEYS
+                stage = turn & 1
+                if skip > 0:
+                    mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
+                    mbar_wait(v_full + stage * 8, (turn >> 1) & 1)
+                    mbar_arrive(k_empty + stage * 8)
+                    mbar_arrive(v_empty + stage * 8)
+                    turn = np.uint32(turn + 1)
+                    stage = turn & 1
+                mbar_wait(q_full, item & 1)
+                mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
                 fence_scores(s)
                 scores(s, query, key + stage * STAGE)
                 wgmma_commit()
+                wait_first(s)
+                mbar_arrive(k_empty + stage * 8)
+                mask(s, (n_last - skip) * KEYS + column, m0 + tile_row, starts)
+                softmax(s, largest, total, shrink, scale_log2)
+                pack(s, p)
+                for n in range(n_last - skip - 1, n_last - count, -1):
+                    before = turn & 1
+                    parity = (turn >> 1) & 1
+                    turn = np.uint32(turn + 1)
+                    stage = turn & 1
+                    mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
+                    mbar_wait(v_full + before * 8, parity)
+                    pin_acc(acc)
+                    pin_p(p)
+                    fence_scores(s)
+                    scores(s, query, key + stage * STAGE)
+                    wgmma_commit()
+                    accumulate(acc, p, value + before * STAGE)
+                    wgmma_commit()
+                    wait_scores(s)
+                    mbar_arrive(k_empty + stage * 8)
+                    if n * KEYS < mixed:
+                        mask(s, n * KEYS + column, m0 + tile_row, starts)
+                    softmax(s, largest, total, shrink, scale_log2)
+                    wait_acc(acc)
+                    pin_p(p)  # P is read until here: keeps the next P in other registers
+                    mbar_arrive(v_empty + before * 8)
+                    for j in range(D8):
+                        for c in range(4):
+                            acc[4 * j + c] = acc[4 * j + c] * shrink[c >> 1]
+                    pack(s, p)
+                mbar_arrive(q_empty)
+                before = turn & 1
+                mbar_wait(v_full + before * 8, (turn >> 1) & 1)
+                pin_p(p)
+                fence_acc(acc)
                 accumulate(acc, p, value + before * STAGE)
                 wgmma_commit()
-                wait_scores(s)
-                mbar_arrive(k_empty + stage * 8)
-                n = n_last - i
-                if n * KEYS < mixed:
-                    mask(s, n * KEYS + column, m0 + tile_row, starts)
-                softmax(s, largest, total, shrink, scale_log2)
                 wait_acc(acc)
-                pin_p(p)  # P is read until here: keeps the next P in other registers
                 mbar_arrive(v_empty + before * 8)
-                for j in range(D8):
-                    for c in range(4):
-                        acc[4 * j + c] = acc[4 * j + c] * shrink[c >> 1]
-                pack(s, p)
-            before = (count - 1) & 1
-            mbar_wait(v_full + before * 8, ((count - 1) >> 1) & 1)
-            pin_p(p)
-            fence_acc(acc)
-            accumulate(acc, p, value + before * STAGE)
-            wgmma_commit()
-            wait_acc(acc)
+                turn = np.uint32(turn + 1)
 
-            bar_sync(wg + 1, 128)  # every warp of the group has read its Q
-            for r in range(2):
-                row = tile_row + r * 8
-                t = quad_sum(total[r])
-                if (lane & 3) == 0 and m0 + row < T:
-                    result = (largest[r] * scale_log2 + lg2(t)) * LN2
-                    stg32f(lse + (np.int64(bh) * T + m0 + row) * 4, result)
-                stage_rows(sq, acc, r, row, rcp(t))
-            syncwarp()
-            target = out + ((base + m0) * H + h) * (2 * D)
-            copy_rows(target, H * (2 * D), sq, wg * 64 + (warp & 3) * 16, T - m0)
+                for r in range(2):
+                    row = tile_row + r * 8
+                    t = quad_sum(total[r])
+                    if (lane & 3) == 0 and m0 + row < T:
+                        result = (largest[r] * scale_log2 + lg2(t)) * LN2
+                        stg32f(lse + ((np.int64(b) * H + h) * T + m0 + row) * 4, result)
+                    stage_rows(so, acc, r, row, rcp(t))
+                syncwarp()
+                target = out + ((base + m0) * H + h) * (2 * D)
+                copy_rows(target, H * (2 * D), so, wg * 64 + (warp & 3) * 16, T - m0)
+                syncwarp()  # the staged rows have been read
+                item += 1
+                work = next_work(item)
 
     return attention_forward_hopper
 
 
 def shared_bytes(D: int) -> int:
-    """Dynamic shared memory a block: alignment, Q, two stages of K and V, nine barriers."""
-    return 1024 + 2 * D * (64 * CONSUMERS[D] + 4 * KEYS) + 80
+    """Dynamic shared memory a block: alignment, Q and out, two stages of K and V, ten barriers."""
+    return 1024 + 2 * D * (128 * CONSUMERS[D] + 4 * KEYS) + 80
+
+
+def persistent_grid(items: int) -> int:
+    """Blocks for so many independent work items: one a multiprocessor, which then fetches an item's
+    first tiles under the end of the one before. (Bits do not depend on it.)"""
+    return min(items, current_device().multiprocessors) if PERSISTENT else items
 
 
 def head_map(address: int, heads: int, row_stride: int, rows: int, p: Problem) -> int:
@@ -412,7 +463,8 @@ def forward_launch(out: int, lse: int, q: int, k: int, v: int, p: Problem, strea
     )  # fmt: skip
     heads, count = p.B * p.H, cdiv(p.T, 64 * consumers)
     launch(
-        stream, (heads * count,), out, lse, head_map(q, p.H, p.q_stride, 64 * consumers, p),
+        stream, (persistent_grid(heads * count),), out, lse,
+        head_map(q, p.H, p.q_stride, 64 * consumers, p),
         head_map(k, p.G, p.kv_stride, KEYS, p), head_map(v, p.G, p.kv_stride, KEYS, p),
         p.segment_start, heads, p.T, p.H, p.group, count, p.swath(2) * p.group,
         p.scale * float(LOG2E),

@@ -2,8 +2,8 @@ r"""Attention backward on wgmma and TMA, for sm_90 (equations: attention.py; cau
 
 The split of attention_dkdv and attention_backward, and as deterministic: `dkdv` (a block owns
 64 keys a warpgroup and walks 64-query tiles of every head of its group) and `dq` (a block owns 64
-queries a warpgroup and walks key tiles). One producer warp fetches by TMA; a warpgroup skips the
-tiles that lie above its own diagonal.
+queries a warpgroup and walks key tiles, item after item like the forward). One producer warp
+fetches by TMA; a warpgroup skips the tiles that lie above its own diagonal.
 
 Shapes   as attention_dkdv and attention_backward; rows beyond T read as zero (4-D tensor maps).
 Source   Shah et al. 2024, arXiv:2407.08608; Dao 2023, arXiv:2307.08691, algorithm 2.
@@ -26,6 +26,7 @@ from llmq_nb.kernels.attention_hopper import (
     descriptor,
     head_map,
     make_copy_half_rows,
+    make_item,
     make_load_halves,
     make_mask_hopper,
     make_pack,
@@ -33,6 +34,8 @@ from llmq_nb.kernels.attention_hopper import (
     make_product_registers,
     make_stage_half_rows,
     n_major,
+    next_work,
+    persistent_grid,
 )
 from llmq_nb.kernels.attention_tiles import (
     LOG2E,
@@ -293,6 +296,7 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
     SCORES = KEYS // 2
     PAIRS = KEYS // 4
     N_MAJOR = n_major(KV_HALF)
+    item_of = make_item(BLOCK_ROWS, KEYS)
     release = make_set_registers(REGISTERS[CONSUMERS][0], increase=False)
     take = make_set_registers(REGISTERS[CONSUMERS][1], increase=True)
     load_q = make_load_halves(D, Q_HALF)
@@ -316,43 +320,50 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
     ):  # fmt: skip
         sq = np.uint32((smem_addr(cuda.shared.array(0, dtype=types.uint32)) + 1023) & 0xFFFFFC00)
         sd = np.uint32(sq + Q_BYTES)
-        sk = np.uint32(sd + Q_BYTES)
+        so = np.uint32(sd + Q_BYTES)
+        sk = np.uint32(so + Q_BYTES)
         q_full = np.uint32(sk + STAGES * STAGE_BYTES)  # barriers, 8 bytes each
-        full = np.uint32(q_full + 8)
+        q_empty = np.uint32(q_full + 8)
+        full = np.uint32(q_full + 16)
         empty = np.uint32(full + STAGES * 8)
         tid = cuda.threadIdx.x
         warp = tid >> 5
         lane = tid & 31
-        bh, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)
-        b = divide(bh, H)
-        h = bh - b * H
-        base = np.int64(b) * T
-        m0 = (tiles - 1 - tile) * BLOCK_ROWS  # the longest rows first
-        n_first = first_key(segment_start, base + m0) // KEYS
-        total = (min(m0 + BLOCK_ROWS, T) - 1) // KEYS + 1 - n_first
         if tid == 0:
-            for i in range(1 + STAGES):
-                mbar_init(q_full + i * 8, 1)
+            mbar_init(q_full, 1)
+            mbar_init(q_empty, ARRIVALS)
             for i in range(STAGES):
+                mbar_init(full + i * 8, 1)
                 mbar_init(empty + i * 8, ARRIVALS)
             fence_async()
         cuda.syncthreads()  # the barriers exist
+        turn = np.uint32(0)  # tiles before this item: stage and phase
+        item = 0
+        work = next_work(0)
 
         if warp >= 4 * CONSUMERS:
             release()
             if tid == ARRIVALS:
-                g = divide(h, group)
-                mbar_expect(q_full, 2 * Q_BYTES)
-                load_q(sq, q_map, h, m0, b, q_full)
-                load_q(sd, dout_map, h, m0, b, q_full)
-                for it in range(total):
-                    stage = it & 1
-                    ready = full + stage * 8
-                    row = (n_first + it) * KEYS
-                    mbar_wait(empty + stage * 8, ((it >> 1) & 1) ^ 1)
-                    mbar_expect(ready, STAGE_BYTES)
-                    load_kv(sk + stage * STAGE_BYTES, k_map, g, row, b, ready)
-                    load_kv(sk + stage * STAGE_BYTES + KV_BYTES, v_map, g, row, b, ready)
+                while work < heads * tiles:
+                    b, h, m0, n_last, count = item_of(
+                        work, segment_start, heads, T, H, tiles, swath
+                    )
+                    g = divide(h, group)
+                    mbar_wait(q_empty, (item & 1) ^ 1)
+                    mbar_expect(q_full, 2 * Q_BYTES)
+                    load_q(sq, q_map, h, m0, b, q_full)
+                    load_q(sd, dout_map, h, m0, b, q_full)
+                    for i in range(count):
+                        stage = turn & 1
+                        ready = full + stage * 8
+                        row = (n_last - i) * KEYS
+                        mbar_wait(empty + stage * 8, ((turn >> 1) & 1) ^ 1)
+                        mbar_expect(ready, STAGE_BYTES)
+                        load_kv(sk + stage * STAGE_BYTES, k_map, g, row, b, ready)
+                        load_kv(sk + stage * STAGE_BYTES + KV_BYTES, v_map, g, row, b, ready)
+                        turn = np.uint32(turn + 1)
+                    item += 1
+                    work = next_work(item)
         else:
             take()
             wg = warp >> 2
@@ -363,57 +374,65 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
             lse = cuda.local.array(2, dtype=np.float32)
             delta = cuda.local.array(2, dtype=np.float32)
             starts = cuda.local.array(2, dtype=np.int32)
-            for i in range(ACC):
-                acc[i] = ZERO
-            for i in range(SCORES):
-                s[i] = ZERO
-                dp[i] = ZERO
             tile_row = wg * 64 + (warp & 3) * 16 + (lane >> 2)
-            own_row = m0 + wg * 64
-            for r in range(2):
-                query = m0 + tile_row + r * 8
-                lse[r] = ldg32f(stats + (np.int64(bh) * 2 * padded + query) * 4)
-                delta[r] = ldg32f(stats + (np.int64(bh) * 2 * padded + padded + query) * 4)
-                starts[r] = first_key(segment_start, base + min(query, T - 1))
-            mixed = first_key(segment_start, base + min(own_row + 63, T - 1))
             query_d = descriptor(K_MAJOR, sq + wg * WARPGROUP_HALF)
             dout_d = descriptor(K_MAJOR, sd + wg * WARPGROUP_HALF)
             key = descriptor(K_MAJOR, sk)
             key_t = descriptor(N_MAJOR, sk)
-            mbar_wait(q_full, 0)
-            for it in range(total):
-                stage = it & 1
-                first = (n_first + it) * KEYS
-                mbar_wait(full + stage * 8, (it >> 1) & 1)
-                if first < own_row + 64:  # else all above the diagonal
-                    at = np.uint64(stage) * np.uint64(STAGE)
-                    fence_scores(dp)
-                    fence_scores(s)
-                    scores(s, query_d, key + at)
-                    wgmma_commit()
-                    scores(dp, dout_d, key + at + np.uint64(VALUE))
-                    wgmma_commit()
-                    wait_s(s)
-                    if first + KEYS > own_row or first < mixed:
-                        mask(s, first + ((lane & 3) << 1), m0 + tile_row, starts)
-                    for i in range(SCORES):
-                        s[i] = ex2(ffma(s[i], scale_log2, -lse[(i >> 1) & 1]))
-                    wait_dp(dp)
-                    for i in range(SCORES):
-                        dp[i] = s[i] * (dp[i] - delta[(i >> 1) & 1])
-                    pack(dp, ds)
-                    pin_p(ds)
-                    fence_acc(acc)
-                    accumulate(acc, ds, key_t + at)
-                    wgmma_commit()
-                    wait_acc(acc)
-                mbar_arrive(empty + stage * 8)
-            bar_sync(wg + 1, 128)  # every warp of the group has read its Q
-            for r in range(2):
-                stage_rows(sq, acc, r, tile_row + r * 8, scale)
-            syncwarp()
-            target = dq + (base + m0) * dq_stride + h * (2 * D)
-            copy_rows(target, dq_stride, sq, wg * 64 + (warp & 3) * 16, T - m0)
+            for i in range(SCORES):
+                s[i] = ZERO
+                dp[i] = ZERO
+            while work < heads * tiles:
+                b, h, m0, n_last, count = item_of(work, segment_start, heads, T, H, tiles, swath)
+                base = np.int64(b) * T
+                own_row = m0 + wg * 64
+                row_stats = stats + (np.int64(b) * H + h) * padded * 8
+                for i in range(ACC):
+                    acc[i] = ZERO
+                for r in range(2):
+                    row = m0 + tile_row + r * 8
+                    lse[r] = ldg32f(row_stats + row * 4)
+                    delta[r] = ldg32f(row_stats + (padded + row) * 4)
+                    starts[r] = first_key(segment_start, base + min(row, T - 1))
+                mixed = first_key(segment_start, base + min(own_row + 63, T - 1))
+                mbar_wait(q_full, item & 1)
+                for n in range(n_last, n_last - count, -1):
+                    stage = turn & 1
+                    first = n * KEYS
+                    mbar_wait(full + stage * 8, (turn >> 1) & 1)
+                    if first < own_row + 64:  # else all above the diagonal
+                        at = np.uint64(stage) * np.uint64(STAGE)
+                        fence_scores(dp)
+                        fence_scores(s)
+                        scores(s, query_d, key + at)
+                        wgmma_commit()
+                        scores(dp, dout_d, key + at + np.uint64(VALUE))
+                        wgmma_commit()
+                        wait_s(s)
+                        if first + KEYS > own_row or first < mixed:
+                            mask(s, first + ((lane & 3) << 1), m0 + tile_row, starts)
+                        for i in range(SCORES):
+                            s[i] = ex2(ffma(s[i], scale_log2, -lse[(i >> 1) & 1]))
+                        wait_dp(dp)
+                        for i in range(SCORES):
+                            dp[i] = s[i] * (dp[i] - delta[(i >> 1) & 1])
+                        pack(dp, ds)
+                        pin_p(ds)
+                        fence_acc(acc)
+                        accumulate(acc, ds, key_t + at)
+                        wgmma_commit()
+                        wait_acc(acc)
+                    mbar_arrive(empty + stage * 8)
+                    turn = np.uint32(turn + 1)
+                mbar_arrive(q_empty)
+                for r in range(2):
+                    stage_rows(so, acc, r, tile_row + r * 8, scale)
+                syncwarp()
+                target = dq + (base + m0) * dq_stride + h * (2 * D)
+                copy_rows(target, dq_stride, so, wg * 64 + (warp & 3) * 16, T - m0)
+                syncwarp()  # the staged rows have been read
+                item += 1
+                work = next_work(item)
 
     return attention_dq_hopper
 
@@ -424,8 +443,8 @@ def dkdv_shared_bytes(D: int, consumers: int) -> int:
 
 
 def dq_shared_bytes(D: int, consumers: int, keys: int) -> int:
-    """Dynamic shared memory a block: alignment, Q, dO, stages of K and V, barriers."""
-    return 1024 + 4 * D * (64 * consumers + STAGES * keys) + 64
+    """Dynamic shared memory a block: alignment, Q, dO, dQ, stages of K and V, barriers."""
+    return 1024 + 2 * D * (192 * consumers + 2 * STAGES * keys) + 64
 
 
 def backward_launch(
@@ -463,7 +482,8 @@ def backward_launch(
     )  # fmt: skip
     tiles = cdiv(p.T, 64 * consumers)
     launch(
-        stream, (p.B * p.H * tiles,), gradients[0], *maps(64 * consumers, keys), stats,
+        stream, (persistent_grid(p.B * p.H * tiles),), gradients[0], *maps(64 * consumers, keys),
+        stats,
         p.segment_start, p.B * p.H, p.T, padded, p.H, p.group, tiles, p.swath(2) * p.group,
         strides[0], *scales,
     )  # fmt: skip
