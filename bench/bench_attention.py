@@ -159,7 +159,7 @@ def time_torch(torch: Any, name: str, case: Case) -> None:
 
 def options(D: int, cc: tuple[int, int], every: bool) -> list[tuple[str, Tiles | None]]:
     """Labelled tile shapes: the default, mma.sync beside wgmma, and with `every` each candidate."""
-    found: list[tuple[str, Tiles | None]] = [("default", None)]
+    found: list[tuple[str, Tiles | None]] = [("default", attention.default_tiles(D, cc))]
     if cc == attention_hopper.CC:
         found = [("wgmma", None), ("mma.sync", attention.default_tiles(D, (8, 0)))]
     if every:
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", default=list(cases()), choices=list(cases()))
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--swath", nargs="*", type=int, default=[])
+    parser.add_argument("--no-wgmma", action="store_true")
     parser.add_argument("--waves", action="store_true", help="wgmma, a block for every item")
     parser.add_argument("--shapes", action="store_true", help="wgmma at D = 64")
     arguments = parser.parse_args()
@@ -203,10 +204,11 @@ def main() -> None:
     except ImportError:
         torch = None
     with Bench("attention") as bench:
+        cc = (8, 0) if arguments.no_wgmma else bench.device.cc
         for name in arguments.case:
             case = cases()[name]
             kept = len(bench.addresses)
-            time_ours(bench, name, case, options(case.D, bench.device.cc, arguments.tiles))
+            time_ours(bench, name, case, options(case.D, cc, arguments.tiles))
             for size in arguments.swath:
                 with swath(size):
                     time_ours(bench, name, case, [(f"swath {size} MiB", None)])
