@@ -25,6 +25,8 @@ from llmq_nb.kernels import (
     attention,
     attention_hopper,
     attention_hopper_backward,
+    attention_hopper_dkdv,
+    attention_hopper_tiles,
     attention_tiles,
 )
 from llmq_nb.kernels.attention import Tiles, attention_backward_flops, attention_flops
@@ -160,7 +162,7 @@ def time_torch(torch: Any, name: str, case: Case) -> None:
 def options(D: int, cc: tuple[int, int], every: bool) -> list[tuple[str, Tiles | None]]:
     """Labelled tile shapes: the default, mma.sync beside wgmma, and with `every` each candidate."""
     found: list[tuple[str, Tiles | None]] = [("default", attention.default_tiles(D, cc))]
-    if cc == attention_hopper.CC:
+    if cc == attention_hopper_tiles.CC:
         found = [("wgmma", None), ("mma.sync", attention.default_tiles(D, (8, 0)))]
     if every:
         found += [(str(tiles), tiles) for tiles in attention.candidate_tiles(D)]
@@ -178,10 +180,11 @@ def swath(mebibytes: int) -> Iterator[None]:
 @contextlib.contextmanager
 def shapes(forward: int, dkdv: int, dq: tuple[int, int]) -> Iterator[None]:
     """Other warpgroup counts of the wgmma kernels, D = 64."""
-    backward = attention_hopper_backward
     tables: list[dict[int, Any]] = [
-        attention_hopper.CONSUMERS, backward.DKDV_CONSUMERS, backward.DQ_SHAPES
-    ]  # fmt: skip
+        attention_hopper.CONSUMERS,
+        attention_hopper_dkdv.CONSUMERS,
+        attention_hopper_backward.SHAPES,
+    ]
     before = [table[64] for table in tables]
     for table, value in zip(tables, (forward, dkdv, dq), strict=True):
         table[64] = value
@@ -213,9 +216,9 @@ def main() -> None:
                 with swath(size):
                     time_ours(bench, name, case, [(f"swath {size} MiB", None)])
             if arguments.waves:
-                attention_hopper.PERSISTENT = False
+                attention_hopper_tiles.PERSISTENT = False
                 time_ours(bench, name, case, [("not persistent", None)])
-                attention_hopper.PERSISTENT = True
+                attention_hopper_tiles.PERSISTENT = True
             if arguments.shapes and case.D == 64:
                 for other in ((2, 2, (2, 128)), (3, 3, (2, 64))):
                     with shapes(*other):

@@ -21,7 +21,7 @@ Errors   bfloat16: P and dS carry 2^-8 relative each, out and gradients round on
          exact to the score's float32 rounding, about 1e-6. No atomics: bitwise reproducible.
 Cost     attention_flops, attention_backward_flops. Scratch: two float32 rows a head, backward only.
 Where    attention_forward, attention_backward, attention_dkdv: mma.sync, every card from sm_80;
-         attention_hopper, attention_hopper_backward: wgmma and TMA, sm_90.
+         attention_hopper, attention_hopper_backward, attention_hopper_dkdv: wgmma and TMA, sm_90.
 Source   Dao 2023, arXiv:2307.08691; Ainslie et al. 2023, arXiv:2305.13245. Written from the
          equations.
 """
@@ -43,6 +43,7 @@ from llmq_nb.kernels import (
 )
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
 from llmq_nb.kernels.attention_backward import padded_length
+from llmq_nb.kernels.attention_hopper_tiles import CC
 from llmq_nb.kernels.attention_tiles import Problem, Tile
 from llmq_nb.kernels.compile import Options
 from llmq_nb.kernels.launch import cdiv, kernel
@@ -73,8 +74,8 @@ def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
         forward=attention_forward.TILES[D][1 if small else 0],
         dkdv=attention_dkdv.TILES[D][pick],
         dq=attention_backward.TILES[D][pick],
-        wgmma_forward=cc == attention_hopper.CC,
-        wgmma_backward=cc == attention_hopper.CC,
+        wgmma_forward=cc == CC,
+        wgmma_backward=cc == CC,
     )
 
 

@@ -19,139 +19,66 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from llmq_nb.core.device import current_device
+from llmq_nb.kernels.attention_hopper_tiles import (
+    CC,
+    HALF_ROW,
+    K_MAJOR,
+    OPTIONS,
+    REGISTERS,
+    WARPGROUP_HALF,
+    descriptor,
+    head_map,
+    make_copy_half_rows,
+    make_item,
+    make_load_halves,
+    make_mask_hopper,
+    make_pack,
+    make_product,
+    make_product_registers,
+    make_stage_half_rows,
+    n_major,
+    next_work,
+    persistent_grid,
+)
 from llmq_nb.kernels.attention_tiles import (
     FIRST_MAXIMUM,
     LN2,
     LOG2E,
-    MASKED,
     ZERO,
     Problem,
-    block_order,
     divide,
     first_key,
 )
-from llmq_nb.kernels.compile import CompileCase, Options
+from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
-    bf16x2,
     ex2,
     ffma,
     fmax,
-    lds128,
     lg2,
     rcp,
-    sel_gt,
     smem_addr,
     stg32f,
-    stg128,
-    sts32,
     syncwarp,
 )
 from llmq_nb.kernels.ptx_hopper import (
     fence_async,
     make_pin,
     make_set_registers,
-    make_wgmma,
     make_wgmma_fence,
     make_wgmma_wait,
     mbar_arrive,
     mbar_expect,
     mbar_init,
     mbar_wait,
-    tma_4d,
     wgmma_commit,
 )
 from llmq_nb.kernels.reduce import quad_max, quad_sum
-from llmq_nb.kernels.tensor_map import tensor_map
 
 SIGNATURE = (types.uint64,) * 6 + (types.int32,) * 6 + (types.float32,)
-OPTIONS = Options(arch_specific=True)
-CC = (9, 0)
 KEYS = 128
 CONSUMERS = {64: 3, 128: 2}
 """Warpgroups of 64 queries, by head_dim: as many as the registers hold."""
-REGISTERS = {2: (24, 240), 3: (32, 160)}
-"""Of a producer and a consumer thread, by the number of consumer warpgroups."""
-PERSISTENT = True
-HALF_ROW = 128
-"""Bytes of a row of 64 columns: a D = 128 tile is two halves, one after the other."""
-WARPGROUP_HALF = 64 * HALF_ROW
-K_MAJOR = np.uint64(1 << 62 | 64 << 32 | 1 << 16)
-"""Descriptor of a K-major operand: 128-byte swizzle, eight rows 1024 bytes apart."""
-
-
-@cuda.jit(device=True)
-def descriptor(base, address):
-    """wgmma descriptor of a tile at a shared address; adding bytes / 16 moves it."""
-    return base | np.uint64((address & 0x3FFFF) >> 4)
-
-
-def n_major(half_bytes: int) -> np.uint64:
-    """Descriptor of an operand whose rows run along k, its 64-column halves this far apart."""
-    return np.uint64(1 << 62 | 64 << 32 | (half_bytes >> 4) << 16)
-
-
-def make_product(D: int, COLUMNS: int, A_HALF: int, B_HALF: int):
-    """product(s, a, b): s[64, COLUMNS] = A[64, D] B[COLUMNS, D]^T from descriptors, not awaited."""
-    mma = make_wgmma(COLUMNS)
-    STEPS = D // 16
-    A_STEP = A_HALF >> 4
-    B_STEP = B_HALF >> 4
-
-    @cuda.jit(device=True)
-    def product(s, a, b):
-        for kk in range(STEPS):
-            across = (kk & 3) * 2
-            mma(
-                s, a + ((kk >> 2) * A_STEP + across), b + ((kk >> 2) * B_STEP + across),
-                1 if kk > 0 else 0,
-            )  # fmt: skip
-
-    return product
-
-
-def make_product_registers(D: int, ROWS: int):
-    """product(acc, p, b): acc[64, D] += P[64, ROWS] B[ROWS, D], P in registers, not awaited."""
-    mma = make_wgmma(D, registers=True, trans_b=1)
-    STEPS = ROWS // 16
-
-    @cuda.jit(device=True)
-    def product(acc, p, b):
-        for kk in range(STEPS):
-            mma(acc, p, kk * 4, b + kk * (16 * HALF_ROW >> 4), 1)
-
-    return product
-
-
-def make_pack(COUNT: int):
-    """pack(s, p): 2 * COUNT float32 to COUNT pairs of bfloat16."""
-
-    @cuda.jit(device=True)
-    def pack(s, p):
-        for j in range(COUNT):
-            p[j] = bf16x2(s[2 * j], s[2 * j + 1])
-
-    return pack
-
-
-def make_mask_hopper(COLUMNS: int):
-    """mask(s, key, row, starts): mask scores; key, row: this lane's first column and row; starts:
-    document starts of the lane's two rows."""
-    N8 = COLUMNS // 8
-
-    @cuda.jit(device=True)
-    def mask(s, key, row, starts):
-        for r in range(2):
-            above = key - row
-            below = starts[r] - key
-            for j in range(N8):
-                for c in range(2):
-                    i = 4 * j + 2 * r + c
-                    x = sel_gt(above, r * 8 - (j * 8 + c), MASKED, s[i])
-                    s[i] = sel_gt(below, j * 8 + c, MASKED, x)
-
-    return mask
 
 
 def make_softmax_hopper(COLUMNS: int):
@@ -179,77 +106,6 @@ def make_softmax_hopper(COLUMNS: int):
             total[r] = t
 
     return softmax
-
-
-def make_stage_half_rows(D: int, HALF: int):
-    """stage(shared, acc, r, row, factor): one of this lane's two rows of a wgmma accumulator as
-    bfloat16, in the swizzled halves that TMA uses."""
-    D8 = D // 8
-
-    @cuda.jit(device=True)
-    def stage(shared, acc, r, row, factor):
-        lane = cuda.threadIdx.x & 31
-        for j in range(D8):
-            chunk = ((j & 7) ^ (row & 7)) << 4
-            word = shared + (j >> 3) * HALF + row * HALF_ROW + chunk + ((lane & 3) << 2)
-            sts32(word, bf16x2(acc[4 * j + 2 * r] * factor, acc[4 * j + 2 * r + 1] * factor))
-
-    return stage
-
-
-def make_copy_half_rows(D: int, HALF: int):
-    """copy(target, stride, shared, row, rows): as copy_rows, for 16 rows a warp in halves."""
-    CHUNKS = D // 8
-    COUNT = CHUNKS // 2
-
-    @cuda.jit(device=True)
-    def copy(target, stride, shared, row, rows):
-        lane = cuda.threadIdx.x & 31
-        for i in range(COUNT):
-            r = row + (i * 32 + lane) // CHUNKS
-            c = (i * 32 + lane) % CHUNKS
-            if r < rows:
-                word = shared + (c >> 3) * HALF + r * HALF_ROW + (((c & 7) ^ (r & 7)) << 4)
-                stg128(target + r * stride + c * 16, lds128(word))
-
-    return copy
-
-
-def make_load_halves(D: int, HALF: int):
-    """load(shared, map, head, row, sequence, barrier): one tile by TMA, half by half."""
-    HALVES = D // 64
-
-    @cuda.jit(device=True)
-    def load(shared, tensor, head, row, sequence, barrier):
-        for i in range(HALVES):
-            tma_4d(shared + i * HALF, tensor, i * 64, head, row, sequence, barrier)
-
-    return load
-
-
-@cuda.jit(device=True)
-def next_work(item):
-    """The block's item number `item`: to and fro over the blocks, so that the first ones do not get
-    all the longest."""
-    blocks = cuda.gridDim.x
-    step = cuda.blockIdx.x if (item & 1) == 0 else blocks - 1 - cuda.blockIdx.x
-    return np.int64(item) * blocks + step
-
-
-def make_item(QUERIES: int, KEYS: int):
-    """item_of(work, segment_start, heads, T, H, tiles, swath): (sequence, head, first query, last
-    key tile, number of key tiles) of a work item: QUERIES rows of one head."""
-
-    @cuda.jit(device=True)
-    def item_of(work, segment_start, heads, T, H, tiles, swath):
-        bh, tile = block_order(work, heads, tiles, swath)
-        b = divide(bh, H)
-        m0 = (tiles - 1 - tile) * QUERIES  # the longest rows first
-        n_last = (min(m0 + QUERIES, T) - 1) // KEYS
-        first = first_key(segment_start, np.int64(b) * T + m0) // KEYS
-        return b, bh - b * H, m0, n_last, n_last + 1 - first
-
-    return item_of
 
 
 def make_attention_forward_hopper(D: int, CONSUMERS: int):
@@ -440,18 +296,6 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
 def shared_bytes(D: int) -> int:
     """Dynamic shared memory a block: alignment, Q and out, two stages of K and V, ten barriers."""
     return 1024 + 2 * D * (128 * CONSUMERS[D] + 4 * KEYS) + 80
-
-
-def persistent_grid(items: int) -> int:
-    """Blocks for so many independent work items: one a multiprocessor, which then fetches an item's
-    first tiles under the end of the one before. (Bits do not depend on it.)"""
-    return min(items, current_device().multiprocessors) if PERSISTENT else items
-
-
-def head_map(address: int, heads: int, row_stride: int, rows: int, p: Problem) -> int:
-    """Tensor map of one of q, k, v, out: (D, heads, T, B), copies of `rows` rows of 64 columns."""
-    strides = (2 * p.D, row_stride, p.T * row_stride)
-    return tensor_map(address, (p.D, heads, p.T, p.B), strides, (64, 1, rows, 1))
 
 
 def forward_launch(out: int, lse: int, q: int, k: int, v: int, p: Problem, stream: Any) -> None:

@@ -1,11 +1,11 @@
-r"""Attention backward on wgmma and TMA, for sm_90 (equations: attention.py; causal only).
+r"""Attention backward on wgmma and TMA, for sm_90: dQ, and both launches (equations: attention.py;
+causal only).
 
-The split of attention_dkdv and attention_backward, and as deterministic: `dkdv` (a block owns
-64 keys a warpgroup and walks 64-query tiles of every head of its group) and `dq` (a block owns 64
-queries a warpgroup and walks key tiles, item after item like the forward). One producer warp
-fetches by TMA; a warpgroup skips the tiles that lie above its own diagonal.
+As attention_backward's dq: a block takes item after item (64 queries a warpgroup of one head) and
+walks its key tiles. One producer warp fetches by TMA; a warpgroup skips the tiles that lie above
+its own diagonal.
 
-Shapes   as attention_dkdv and attention_backward; rows beyond T read as zero (4-D tensor maps).
+Shapes   as attention_backward; rows beyond T read as zero (4-D tensor maps).
 Source   Shah et al. 2024, arXiv:2407.08608; Dao 2023, arXiv:2307.08691, algorithm 2.
 """
 
@@ -15,8 +15,9 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
+from llmq_nb.kernels import attention_hopper_dkdv as dkdv
 from llmq_nb.kernels.attention_backward import padded_length
-from llmq_nb.kernels.attention_hopper import (
+from llmq_nb.kernels.attention_hopper_tiles import (
     CC,
     HALF_ROW,
     K_MAJOR,
@@ -37,30 +38,11 @@ from llmq_nb.kernels.attention_hopper import (
     next_work,
     persistent_grid,
 )
-from llmq_nb.kernels.attention_tiles import (
-    LOG2E,
-    MASKED,
-    ZERO,
-    Problem,
-    block_order,
-    divide,
-    first_key,
-    queries_end,
-)
+from llmq_nb.kernels.attention_tiles import LOG2E, ZERO, Problem, divide, first_key
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
-from llmq_nb.kernels.ptx import (
-    bar_sync,
-    ex2,
-    ffma,
-    ldg32f,
-    lds64f,
-    sel_gt,
-    smem_addr,
-    syncwarp,
-)
+from llmq_nb.kernels.ptx import ex2, ffma, ldg32f, smem_addr, syncwarp
 from llmq_nb.kernels.ptx_hopper import (
-    bulk_g2s,
     fence_async,
     make_pin,
     make_set_registers,
@@ -73,211 +55,10 @@ from llmq_nb.kernels.ptx_hopper import (
     wgmma_commit,
 )
 
-DKDV_SIGNATURE = (types.uint64,) * 8 + (types.int32,) * 8 + (types.float32,) * 2
-DQ_SIGNATURE = (types.uint64,) * 7 + (types.int32,) * 8 + (types.float32,) * 2
-DKDV_CONSUMERS = {64: 3, 128: 2}
-"""Warpgroups of 64 keys, by head_dim: as many as the registers hold."""
-DQ_SHAPES = {64: (3, 64), 128: (2, 64)}
+SIGNATURE = (types.uint64,) * 7 + (types.int32,) * 8 + (types.float32,) * 2
+SHAPES = {64: (3, 64), 128: (2, 64)}
 """(Warpgroups of 64 queries, keys of a tile), by head_dim."""
 STAGES = 2
-QUERY_TILE = 64
-ONE = np.float32(1.0)
-
-
-def make_mask_queries():
-    """mask(s, segment_start, base, key, query, T): mask S^T; key, query: this lane's first row and
-    column, base: flat position of the sequence's first token."""
-
-    @cuda.jit(device=True)
-    def mask(s, segment_start, base, key, query, T):
-        for j in range(QUERY_TILE // 8):
-            for c in range(2):
-                column = query + j * 8 + c
-                below = first_key(segment_start, base + min(column, T - 1)) - key
-                for r in range(2):
-                    x = sel_gt(key - column, -(r * 8), MASKED, s[4 * j + 2 * r + c])
-                    s[4 * j + 2 * r + c] = sel_gt(below, r * 8, MASKED, x)
-
-    return mask
-
-
-@cuda.jit(device=True)
-def probabilities_transposed(s, stats, scale_log2):
-    """S^T -> P^T; stats: shared address of the base-2 lse of this lane's first query."""
-    for j in range(QUERY_TILE // 8):
-        l0, l1 = lds64f(stats + j * 32)
-        for r in range(2):
-            s[4 * j + 2 * r] = ex2(ffma(s[4 * j + 2 * r], scale_log2, -l0))
-            s[4 * j + 2 * r + 1] = ex2(ffma(s[4 * j + 2 * r + 1], scale_log2, -l1))
-
-
-@cuda.jit(device=True)
-def score_gradients_transposed(dp, s, stats):
-    """dP^T -> dS^T = P^T (dP^T - delta)."""
-    for j in range(QUERY_TILE // 8):
-        d0, d1 = lds64f(stats + j * 32)
-        for r in range(2):
-            i = 4 * j + 2 * r
-            dp[i] = s[i] * (dp[i] - d0)
-            dp[i + 1] = s[i + 1] * (dp[i + 1] - d1)
-
-
-def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
-    """Kernel for dK and dV; arguments: addresses, tensor maps, extents."""
-    BLOCK_ROWS = 64 * CONSUMERS
-    HALVES = D // 64
-    KV_HALF = BLOCK_ROWS * HALF_ROW
-    Q_HALF = QUERY_TILE * HALF_ROW
-    KV_BYTES = HALVES * KV_HALF
-    Q_BYTES = HALVES * Q_HALF
-    STAGE_BYTES = 2 * Q_BYTES  # Q, then dO
-    STAT_BYTES = 2 * QUERY_TILE * 4  # lse, then delta
-    DOUT = Q_BYTES >> 4  # from Q to dO in descriptor units
-    STAGE = STAGE_BYTES >> 4
-    ARRIVALS = 128 * CONSUMERS
-    ACC = D // 2
-    N_MAJOR = n_major(Q_HALF)
-    release = make_set_registers(REGISTERS[CONSUMERS][0], increase=False)
-    take = make_set_registers(REGISTERS[CONSUMERS][1], increase=True)
-    load_kv = make_load_halves(D, KV_HALF)
-    load_q = make_load_halves(D, Q_HALF)
-    scores = make_product(D, QUERY_TILE, KV_HALF, Q_HALF)
-    accumulate = make_product_registers(D, QUERY_TILE)
-    pack = make_pack(16)
-    mask = make_mask_queries()
-    stage_rows = make_stage_half_rows(D, KV_HALF)
-    copy_rows = make_copy_half_rows(D, KV_HALF)
-    fence_scores = make_wgmma_fence(32)
-    fence_acc = make_wgmma_fence(ACC)
-    wait_s = make_wgmma_wait(32, 1)
-    wait_dp = make_wgmma_wait(32, 0)
-    wait_acc = make_wgmma_wait(ACC, 0)
-    pin_p = make_pin(16, "r")
-    pin_acc = make_pin(ACC)
-
-    def attention_dkdv_hopper(
-        dk, dv, q_map, k_map, v_map, dout_map, stats, segment_start, heads, T, padded, H, group,
-        tiles, swath, dkv_stride, scale, scale_log2,
-    ):  # fmt: skip
-        sk = np.uint32((smem_addr(cuda.shared.array(0, dtype=types.uint32)) + 1023) & 0xFFFFFC00)
-        sv = np.uint32(sk + KV_BYTES)
-        sq = np.uint32(sv + KV_BYTES)
-        sl = np.uint32(sq + STAGES * STAGE_BYTES)
-        kv_full = np.uint32(sl + STAGES * STAT_BYTES)  # barriers, 8 bytes each
-        full = np.uint32(kv_full + 8)
-        empty = np.uint32(full + STAGES * 8)
-        tid = cuda.threadIdx.x
-        warp = tid >> 5
-        lane = tid & 31
-        bg, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)  # tile 0: most queries
-        kv_heads = divide(H, group)
-        b = divide(bg, kv_heads)
-        g = bg - b * kv_heads
-        base = np.int64(b) * T
-        n0 = tile * BLOCK_ROWS
-        m_end = queries_end(segment_start, base, min(n0 + BLOCK_ROWS, T) - 1, T)
-        open_end = queries_end(segment_start, base, n0, T)  # queries before it see every key
-        total = (m_end - n0 + QUERY_TILE - 1) // QUERY_TILE * group
-        if tid == 0:
-            for i in range(1 + STAGES):
-                mbar_init(kv_full + i * 8, 1)
-            for i in range(STAGES):
-                mbar_init(empty + i * 8, ARRIVALS)
-            fence_async()
-        cuda.syncthreads()  # the barriers exist
-
-        if warp >= 4 * CONSUMERS:
-            release()
-            if tid == ARRIVALS:
-                mbar_expect(kv_full, 2 * KV_BYTES)
-                load_kv(sk, k_map, g, n0, b, kv_full)
-                load_kv(sv, v_map, g, n0, b, kv_full)
-                h = g * group
-                m0 = n0
-                for it in range(total):
-                    stage = it & 1
-                    ready = full + stage * 8
-                    mbar_wait(empty + stage * 8, ((it >> 1) & 1) ^ 1)
-                    mbar_expect(ready, STAGE_BYTES + STAT_BYTES)
-                    target = sq + stage * STAGE_BYTES
-                    load_q(target, q_map, h, m0, b, ready)
-                    load_q(target + Q_BYTES, dout_map, h, m0, b, ready)
-                    row = stats + ((np.int64(b) * H + h) * 2 * padded + m0) * 4
-                    bulk_g2s(sl + stage * STAT_BYTES, row, QUERY_TILE * 4, ready)
-                    row += padded * 4
-                    target = sl + stage * STAT_BYTES + QUERY_TILE * 4
-                    bulk_g2s(target, row, QUERY_TILE * 4, ready)
-                    m0 += QUERY_TILE
-                    if m0 >= m_end:
-                        m0 = n0
-                        h += 1
-        else:
-            take()
-            wg = warp >> 2
-            gk = cuda.local.array(ACC, dtype=np.float32)
-            gv = cuda.local.array(ACC, dtype=np.float32)
-            s = cuda.local.array(32, dtype=np.float32)
-            dp = cuda.local.array(32, dtype=np.float32)
-            p = cuda.local.array(16, dtype=np.uint32)
-            ds = cuda.local.array(16, dtype=np.uint32)
-            for i in range(ACC):
-                gk[i] = ZERO
-                gv[i] = ZERO
-            for i in range(32):
-                s[i] = ZERO
-                dp[i] = ZERO
-            key = descriptor(K_MAJOR, sk + wg * WARPGROUP_HALF)
-            value = descriptor(K_MAJOR, sv + wg * WARPGROUP_HALF)
-            query = descriptor(K_MAJOR, sq)
-            query_t = descriptor(N_MAJOR, sq)
-            tile_row = wg * 64 + (warp & 3) * 16 + (lane >> 2)
-            own_key = n0 + wg * 64
-            mbar_wait(kv_full, 0)
-            m0 = n0
-            for it in range(total):
-                stage = it & 1
-                mbar_wait(full + stage * 8, (it >> 1) & 1)
-                if m0 + QUERY_TILE > own_key:  # else all above the diagonal
-                    at = np.uint64(stage) * np.uint64(STAGE)
-                    fence_scores(dp)
-                    fence_scores(s)
-                    scores(s, key, query + at)
-                    wgmma_commit()
-                    scores(dp, value, query + at + np.uint64(DOUT))
-                    wgmma_commit()
-                    own_stats = sl + stage * STAT_BYTES + ((lane & 3) << 3)
-                    wait_s(s)
-                    if m0 < own_key + 64 or min(m0 + QUERY_TILE, T) > open_end:
-                        mask(s, segment_start, base, n0 + tile_row, m0 + ((lane & 3) << 1), T)
-                    probabilities_transposed(s, own_stats, scale_log2)
-                    wait_dp(dp)
-                    score_gradients_transposed(dp, s, own_stats + QUERY_TILE * 4)
-                    pack(s, p)
-                    pack(dp, ds)
-                    pin_p(p)
-                    pin_p(ds)
-                    pin_acc(gk)
-                    fence_acc(gv)
-                    accumulate(gv, p, query_t + at + np.uint64(DOUT))
-                    wgmma_commit()
-                    accumulate(gk, ds, query_t + at)
-                    wgmma_commit()
-                    wait_acc(gv)
-                    wait_acc(gk)
-                mbar_arrive(empty + stage * 8)
-                m0 += QUERY_TILE
-                if m0 >= m_end:
-                    m0 = n0
-            bar_sync(wg + 1, 128)  # every warp of the group has read its K and V
-            for r in range(2):
-                stage_rows(sk, gk, r, tile_row + r * 8, scale)
-                stage_rows(sv, gv, r, tile_row + r * 8, ONE)
-            syncwarp()
-            target = (base + n0) * dkv_stride + g * (2 * D)
-            copy_rows(dk + target, dkv_stride, sk, wg * 64 + (warp & 3) * 16, T - n0)
-            copy_rows(dv + target, dkv_stride, sv, wg * 64 + (warp & 3) * 16, T - n0)
-
-    return attention_dkdv_hopper
 
 
 def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
@@ -437,12 +218,7 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
     return attention_dq_hopper
 
 
-def dkdv_shared_bytes(D: int, consumers: int) -> int:
-    """Dynamic shared memory a block: alignment, K, V, stages of Q, dO and statistics, barriers."""
-    return 1024 + 4 * D * (64 * consumers + STAGES * QUERY_TILE) + STAGES * 8 * QUERY_TILE + 64
-
-
-def dq_shared_bytes(D: int, consumers: int, keys: int) -> int:
+def shared_bytes(D: int, consumers: int, keys: int) -> int:
     """Dynamic shared memory a block: alignment, Q, dO, dQ, stages of K and V, barriers."""
     return 1024 + 2 * D * (192 * consumers + 2 * STAGES * keys) + 64
 
@@ -464,21 +240,21 @@ def backward_launch(
             head_map(dout, p.H, dout_stride, query_rows, p),
         )
 
-    consumers = DKDV_CONSUMERS[p.D]
+    consumers = dkdv.CONSUMERS[p.D]
     launch = kernel(
-        make_attention_dkdv_hopper, DKDV_SIGNATURE, 128 * (consumers + 1),
-        dkdv_shared_bytes(p.D, consumers), OPTIONS, D=p.D, CONSUMERS=consumers,
+        dkdv.make_attention_dkdv_hopper, dkdv.SIGNATURE, 128 * (consumers + 1),
+        dkdv.shared_bytes(p.D, consumers), OPTIONS, D=p.D, CONSUMERS=consumers,
     )  # fmt: skip
     tiles = cdiv(p.T, 64 * consumers)
     launch(
         stream, (p.B * p.G * tiles,), gradients[1], gradients[2],
-        *maps(QUERY_TILE, 64 * consumers), stats, p.segment_start, p.B * p.G, p.T, padded, p.H,
+        *maps(dkdv.QUERY_TILE, 64 * consumers), stats, p.segment_start, p.B * p.G, p.T, padded, p.H,
         p.group, tiles, p.swath(2 * p.group), strides[1], *scales,
     )  # fmt: skip
-    consumers, keys = DQ_SHAPES[p.D]
+    consumers, keys = SHAPES[p.D]
     launch = kernel(
-        make_attention_dq_hopper, DQ_SIGNATURE, 128 * (consumers + 1),
-        dq_shared_bytes(p.D, consumers, keys), OPTIONS, D=p.D, CONSUMERS=consumers, KEYS=keys,
+        make_attention_dq_hopper, SIGNATURE, 128 * (consumers + 1),
+        shared_bytes(p.D, consumers, keys), OPTIONS, D=p.D, CONSUMERS=consumers, KEYS=keys,
     )  # fmt: skip
     tiles = cdiv(p.T, 64 * consumers)
     launch(
@@ -491,24 +267,13 @@ def backward_launch(
 
 COMPILE_CASES = [
     CompileCase(
-        make_attention_dkdv_hopper,
-        {"D": D, "CONSUMERS": consumers},
-        DKDV_SIGNATURE,
-        128 * (consumers + 1),
-        dkdv_shared_bytes(D, consumers),
-        OPTIONS,
-        only_cc=CC,
-    )
-    for D, consumers in DKDV_CONSUMERS.items()
-] + [
-    CompileCase(
         make_attention_dq_hopper,
         {"D": D, "CONSUMERS": consumers, "KEYS": keys},
-        DQ_SIGNATURE,
+        SIGNATURE,
         128 * (consumers + 1),
-        dq_shared_bytes(D, consumers, keys),
+        shared_bytes(D, consumers, keys),
         OPTIONS,
         only_cc=CC,
     )
-    for D, (consumers, keys) in DQ_SHAPES.items()
+    for D, (consumers, keys) in SHAPES.items()
 ]
