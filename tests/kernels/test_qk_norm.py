@@ -84,7 +84,7 @@ def check_backward(
     values = dheads.reshape(N, -1, D)[:, H + G :]
     assert got[:, H + G :].tobytes() == values.tobytes()
     assert absmax[0] == np.abs(got.astype(np.float32)).max()
-    adds = N * (H + 2 * G) * D / (8 * THREADS * blocks) + 2 + 8 * THREADS / D + 16 + 33
+    adds = N * (H + 2 * G) * D / (8 * THREADS * blocks) + 4 + 8 * THREADS / D + 16 + 33
     for result, wanted, before, heads in (
         (got_q, want_q, old[0], slice(0, H)),
         (got_k, want_k, old[1], slice(H, H + G)),
@@ -130,7 +130,8 @@ def check_user_backward(device: Device) -> None:
 @pytest.mark.parametrize(("N", "H", "G", "D"), [(9, 14, 1, 64), (1, 1, 1, 8), (3, 2, 1, 256)])
 def test_simulated(N: int, H: int, G: int, D: int) -> None:
     run_sim(check_forward, N=N, H=H, G=G, D=D)
-    run_sim(check_backward, N=N, H=H, G=G, D=D, accumulate=N > 1, blocks=32, runs=1)
+    if D < 256:  # 16 blocks of 1024 threads for the weights' gradients: too slow to simulate
+        run_sim(check_backward, N=N, H=H, G=G, D=D, accumulate=N > 1, blocks=32, runs=1)
 
 
 def test_fp32_simulated() -> None:
