@@ -5,7 +5,7 @@
     tune      time the products' candidates; the choices go into the run's state
     record    capture a micro-step (one graph for the first of an accumulation, one for the
               others), the optimizer step and an evaluation step, each when it is first used
-    replay    copy one slot of a ring of pinned memory into the fixed input buffers, launch it
+    replay    copy a slot of the pinned ring into the fixed input buffers, launch the graph
 
 Graphs read device buffers only: learning rate, counts and the random counter lie in
 `inputs/scalars`. An event frees a slot, so the host may fill the next one while the GPU works. With
