@@ -156,10 +156,9 @@ def adamw_launch(
 
     first: the shard's first element in its tensor, a multiple of 1024; tensor: its id. m_scale:
     scales of an e4m3 m, from this shard's first group on. scalars, total: module docstring."""
-    formats = {"master": master_dtype, "m": m_dtype, "v": v_dtype, "grad": grad_dtype}
     k = kernel(
         make_adamw, SIGNATURE, threads=THREADS, options=OPTIONS, copy=bool(weight),
-        absmax=bool(absmax), **formats,
+        absmax=bool(absmax), master=master_dtype, m=m_dtype, v=v_dtype, grad=grad_dtype,
     )  # fmt: skip
     one, b1, b2 = np.float32(1.0), np.float32(beta1), np.float32(beta2)
     k(

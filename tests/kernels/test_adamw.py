@@ -161,7 +161,7 @@ def check_user_function(device: Device) -> None:
     np.testing.assert_array_equal(b["weight"].numpy(), b["master"].numpy().astype(STORAGE["bf16"]))
     wrong: Any = device.put(np.zeros(5, np.float32)).array()
     with pytest.raises(ValueError, match="grad has shape"):
-        adamw.update(*arrays[:3], wrong, step=0, learning_rate=RATE)
+        adamw.update(arrays[0], arrays[1], arrays[2], wrong, step=0, learning_rate=RATE)
 
 
 FORMATS = [
