@@ -10,10 +10,11 @@ Shapes   chunks: (K, 2) of (address, elements), elements a multiple of 8; first_
          total: (3,). scratch: K float32. `chunk_table` makes the tables on the host.
 Dtypes   gradients bfloat16 or float32 (`dtype`, the same for all); chunks int64; first_chunk int32;
          norms, total float32: norm, clip, finite (words NORM, CLIP, FINITE).
-Errors   All terms are non-negative: relative error of norm below (CHUNK / THREADS + 9 + K / 1024 +
-         30) / 2 * 2^-24. Squares overflow float32 above 1.8e19: that counts as not finite. The
-         order depends on the tables alone: bitwise reproducible. The first non-finite tensor is the
-         first t whose norms[t] is not finite.
+Errors   All terms are non-negative: relative error of norm below (CHUNK / THREADS + k /
+         TENSOR_THREADS + TENSORS / TOTAL_THREADS + 40) / 2 * 2^-24, k the chunks of the largest
+         tensor. Squares overflow float32 above 1.8e19: that counts as not finite. The order depends
+         on the tables alone: bitwise reproducible. The first non-finite tensor is the first t whose
+         norms[t] is not finite.
 Cost     Reads the gradients once. Three launches for any number of tensors.
 Source   Pascanu et al. 2013, arXiv:1211.5063, algorithm 1.
 """
@@ -47,7 +48,7 @@ CHUNK = 1 << 16
 """Elements of a chunk: 128 KiB of bfloat16, enough for a block to stream, small enough to share
 out."""
 THREADS, UNROLL = 256, 4
-TENSOR_THREADS, TOTAL_THREADS = 128, 1024
+TENSOR_THREADS, TOTAL_THREADS = 128, 256
 NORM, CLIP, FINITE, WORDS = 0, 1, 2, 3
 """Word numbers in `total`, and their count."""
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
