@@ -67,7 +67,7 @@ class Recorder:
     def __getattr__(self, name):
         method = getattr(self._ops, name)
         if name not in WRITES:
-            assert not callable(method), name
+            assert not callable(method) or name == "set_scalars", name
             return method
 
         def call(*args, **scalars):
