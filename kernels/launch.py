@@ -41,6 +41,11 @@ def preparing() -> Iterator[None]:
         _preparing = before
 
 
+def loaded() -> list[str]:
+    """Names of the kernels that this process has compiled or taken from the cache, and loaded."""
+    return [k.compiled.name for k in _kernels.values() if isinstance(k, Kernel)]
+
+
 def is_preparing() -> bool:
     """Whether launches are left out now."""
     return _preparing

@@ -204,19 +204,26 @@ class Products:
         for shape, plan in self._plans.items():
             if str(shape) in self.choices:
                 continue
-            room = -(-max(shape.N * shape.M, shape.N * shape.K, shape.M * shape.K) * 4 // 256) * 256
-            seconds = []
-            for candidate in range(plan.count):
-                plan.choose(candidate)
-                seconds.append(self._time(plan, memory, room, stream))
+            seconds = self.times(plan, memory, stream=stream)
             best = int(np.argmin(seconds))
             # a candidate must be clearly faster than the heuristic's first
             chosen = best if seconds[best] < WORTHWHILE * seconds[0] else 0
             plan.choose(chosen)
             self.choices[str(shape)] = chosen
 
+    def times(self, plan: Product, memory: int, *, stream: int) -> list[float]:
+        """Seconds of a launch with each candidate, in their order; memory as in `tune`."""
+        s = plan.shape
+        largest = max(s.N * s.M, s.N * s.K, s.M * s.K)
+        room = -(-largest * s.operand.itemsize // 256) * 256
+        seconds = []
+        for candidate in range(plan.count):
+            plan.choose(candidate)
+            seconds.append(self._time(plan, memory, room, stream))
+        return seconds
+
     def _time(self, plan: Product, memory: int, room: int, stream: int) -> float:
-        """Best of a few timings of two launches each [s]."""
+        """Best of a few timings of two launches in a row, a launch [s]."""
         bias = memory if plan.shape.bias else 0
         seconds = []
         for _ in range(TIMINGS):
@@ -228,7 +235,7 @@ class Products:
                     workspace=self.workspace, stream=stream, bias=bias,
                 )  # fmt: skip
             record_event(end, stream)
-            seconds.append(elapsed_seconds(start, end))
+            seconds.append(elapsed_seconds(start, end) / 2)
         return min(seconds)
 
 

@@ -12,7 +12,7 @@ import click
 
 from llmq_nb.core.errors import EXIT_FAILURE, EXIT_USER, MachineError, UserError
 
-COMMANDS = ("train", "tokenize", "export", "generate", "eval", "plot", "bench", "doctor")
+COMMANDS = ("train", "tokenize", "export", "generate", "eval", "plot", "compile", "bench", "doctor")
 
 
 class Commands(click.Group):

@@ -8,7 +8,7 @@ import click
 
 
 @click.command("bench")
-@click.argument("what", type=click.Choice(["data", "step"]))
+@click.argument("what", type=click.Choice(["data", "step", "kernels", "matmul"]))
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures."
 )
@@ -20,8 +20,16 @@ import click
 @click.option("--recompute", multiple=True, help="Repeat for several; see memory.recompute.")
 @click.option("--breakdown", is_flag=True, help="Milliseconds an operation.")
 def command(what: str, json_file: Path | None, breakdown: bool, **options: Any) -> None:
-    """Measure WHAT: data, the token loader; step, whole training steps on the GPU."""
-    figures = _data() if what == "data" else _steps(breakdown, **options)
+    """Measure WHAT: data, the token loader; step, whole training steps on the GPU; kernels, every
+    memory-bound kernel beside a copy; matmul, the products of a step of the models."""
+    if what == "data":
+        figures: Any = _data()
+    elif what == "kernels":
+        figures = _kernels()
+    elif what == "matmul":
+        figures = _matmul(options["models"], options["micro_batch"] * options["seq_len"])
+    else:
+        figures = _steps(breakdown, **options)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
@@ -60,3 +68,58 @@ def _steps(breakdown: bool, models: tuple[str, ...], **options: Any) -> list[dic
         for operation, milliseconds in row["breakdown_ms"].items():
             click.echo(f"{row['model']}  {operation:32} {milliseconds:10.3f} ms")
     return rows
+
+
+def _kernels() -> list[dict[str, Any]]:
+    """Runs bench/bench_*.py of a checkout one after the other and gathers their lines."""
+    import subprocess
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmq_nb.core.device import open_device
+    from llmq_nb.core.errors import UserError
+
+    open_device()
+    folder = Path(__file__).resolve().parents[2] / "bench"
+    if not folder.is_dir():
+        mend = "run it from a checkout of the repository"
+        raise UserError("the kernel benches are not installed", where="bench kernels", mend=mend)
+    table = Table("kernel", "case", "us", "GB/s", "% of copy")
+    rows: list[dict[str, Any]] = []
+    for file in sorted(folder.glob("bench_*.py")):
+        if file.stem in ("bench_data", "bench_attention"):
+            continue
+        argv = [sys.executable, "-m", f"bench.{file.stem}"]
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=folder.parent)
+        if done.returncode:
+            click.echo(f"{file.stem} failed: {done.stderr.strip().splitlines()[-1]}", err=True)
+        rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    known = ("kernel", "seconds", "quartiles", "gb_per_s", "percent_of_copy", "copy_gb_per_s")
+    for row in rows:
+        hidden = (*known, "device", "driver", "numba_cuda", "commit")
+        case = " ".join(f"{k}={v}" for k, v in row.items() if k not in hidden)
+        figures = (row["seconds"] * 1e6, row["gb_per_s"], row["percent_of_copy"])
+        table.add_row(row["kernel"], case, *(f"{x:.1f}" for x in figures))
+    Console(width=140).print(table)
+    return rows
+
+
+def _matmul(models: tuple[str, ...], rows: int) -> list[dict[str, Any]]:
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmq_nb.model.families import preset
+    from llmq_nb.train.bench_step import measure_products
+
+    table = Table("model", "product", "shape", "TFLOP/s: heuristic's first", "best")
+    out = []
+    for model in models:
+        for row in measure_products(preset(model), rows):
+            out.append({"model": model, **row})
+            rates = row["tflop_per_s"]
+            figures = (f"{rates[0]:.0f}", f"{max(rates):.0f}")
+            table.add_row(model, row["product"], row["shape"], *figures)
+    Console(width=140).print(table)
+    return out

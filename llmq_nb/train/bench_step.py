@@ -104,6 +104,7 @@ def measure(setting: Setting, *, breakdown: bool = False) -> dict[str, Any]:
         "tokens_per_second": round(rate),
         "seconds_per_step": round(seconds, 4),
         "first_step_seconds": round(first, 1),
+        "host_ms": round(engine.host_seconds * 1e3, 3),
         "mfu": round(
             utilisation(
                 rate,
@@ -121,6 +122,39 @@ def measure(setting: Setting, *, breakdown: bool = False) -> dict[str, Any]:
         figures["breakdown_ms"] = operation_times(engine)
     engine.close()
     return figures
+
+
+def measure_products(model: ModelConfig, rows: int) -> list[dict[str, Any]]:
+    """TFLOP/s of the products of a model's training step in BF16, with the candidates' spread."""
+    from llmq_nb.core.device import allocate, create_stream, free, open_device
+    from llmq_nb.kernels.elementwise import fill_normal_launch
+    from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Kind, Product, Products, Shape
+
+    device, bf16 = open_device(), DType.BF16
+    stream = int(create_stream())
+    layers = {
+        "qkv": (model.qkv_rows, model.C),
+        "out": (model.C, model.attention_columns),
+        "gate_up": (2 * model.F, model.C),
+        "down": (model.C, model.F),
+        "head": (model.padded_vocab, model.C),
+    }
+    room = 2 * max(max(rows * m, rows * k, m * k) for m, k in layers.values())
+    memory = allocate(3 * room + WORKSPACE_BYTES)
+    n = 3 * room // 32 * 16
+    fill_normal_launch(memory, n=n, seed=0, tensor=0, std=1.0, dtype="bf16", stream=stream)
+    products = Products(device=device.ordinal, workspace=memory + 3 * room)
+    kinds: tuple[Kind, ...] = ("forward", "dgrad", "wgrad")
+    out = []
+    for name, (m, k) in layers.items():
+        for kind in kinds:
+            shape = Shape(kind, rows, m, k, bf16, bf16, accumulate=kind == "wgrad")
+            plan: Product = products.plan(shape)
+            seconds = products.times(plan, memory, stream=stream)
+            rates = [round(shape.flops / s / 1e12, 1) for s in seconds]
+            out.append({"product": name, "shape": str(shape), "tflop_per_s": rates})
+    free(memory)
+    return out
 
 
 class TimedOps:

@@ -14,6 +14,7 @@ order, so the same bits.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ from llmq_nb.core.pinned import Pinned
 from llmq_nb.core.sizes import format_bytes
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import StepBatch
-from llmq_nb.kernels.launch import preparing
+from llmq_nb.kernels.launch import loaded, preparing
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.ops import CudaOps
 from llmq_nb.model.engine_cuda.scalars import pack_scalars
@@ -49,7 +50,7 @@ from llmq_nb.plan.buffers import Group, Plan, make_plan
 from llmq_nb.plan.workspace import workspace_buffers
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.engine import StepResult, result, step_scalars
-from llmq_nb.train.rank import State, make_rank
+from llmq_nb.train.rank import Rank, State, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
 
 SLOTS = 3
@@ -87,6 +88,8 @@ class CudaEngine:
         self.ranks = [make_rank(config, model, self.tensors, self.ops)]
         self._ring = _Ring(self.tensors, self.stream)
         self._graphs: dict[str, Graph] = {}
+        self.host_seconds = 0.0
+        """Python's time for the last step: what was spent before waiting for the GPU."""
         self._prepare()
 
     @property
@@ -102,6 +105,7 @@ class CudaEngine:
         self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
     ) -> StepResult:
         self.device.make_current()
+        start = time.perf_counter()
         for m in range(batch.tokens.shape[0]):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
             arrays = (batch.tokens[m, 0], batch.targets[m, 0], batch.segment_start[m, 0])
@@ -110,6 +114,7 @@ class CudaEngine:
             name = "first micro-step" if first else "micro-step"
             self._run(name, lambda first=first: micro_step(self.ranks, first=first))
         self._run("optimizer step", lambda: optimizer_step(self.ranks))
+        self.host_seconds = time.perf_counter() - start
         return result(self.ranks)
 
     def evaluate(
@@ -144,11 +149,7 @@ class CudaEngine:
 
     def _prepare(self) -> None:
         """Load every kernel and choose every product before anything is captured."""
-        with preparing():
-            for first in (True, False):
-                micro_step(self.ranks, first=first)
-            optimizer_step(self.ranks)
-            evaluation_step(self.ranks)
+        prepare_steps(self.ranks)
         needed = 3 * 4 * max(max(s.N * s.M, s.N * s.K, s.M * s.K) for s in self.ops.products.shapes)
         if needed <= self.plan.total:
             self.ops.fill_memory(self.base, self.plan.total)  # zeros would draw less power
@@ -166,6 +167,31 @@ class CudaEngine:
         if graph is None:
             graph = self._graphs[name] = capture(self.stream, work, name=name)
         graph.launch(self.stream)
+
+
+def prepare_steps(ranks: list[Rank]) -> None:
+    """Run every step with launches left out: kernels compile and load, products are planned."""
+    with preparing():
+        for first in (True, False):
+            micro_step(ranks, first=first)
+        optimizer_step(ranks)
+        evaluation_step(ranks)
+
+
+def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str], None]) -> int:
+    """Compile what a run launches, without its memory; returns the number of kernels.
+
+    announce: takes the name of each kernel once it is ready.
+    """
+    device = open_device((config.parallel.devices or (0,))[0])
+    plan = make_plan(config, model, extra=workspace_buffers(config, model))
+    tensors = _tensors(plan, 1 << 20)  # any aligned address: nothing is launched
+    ops = CudaOps(config, model, tensors, device=device, stream=int(create_stream()))
+    prepare_steps([make_rank(config, model, tensors, ops)])
+    names = loaded()
+    for name in names:
+        announce(name)
+    return len(names)
 
 
 def allocate_cuda(
