@@ -124,7 +124,7 @@ def check_raises(device: Device, case: str) -> None:
     x, y = device.put(np.zeros(4, np.float32)), device.empty((4,), np.float32)
     expectations = {
         "misaligned": (make_copy_at, {"offset": 4}, 1, MemoryError, "misaligned 16-byte"),
-        "out of bounds": (make_copy_at, {"offset": 1024}, 1, MemoryError, "out-of-bounds"),
+        "out of bounds": (make_copy_at, {"offset": 1 << 45}, 1, MemoryError, "out-of-bounds"),
         "partial warp": (make_partial_warp, {}, 32, RuntimeError, "never reach"),
     }
     factory, constants, threads, kind, message = expectations[case]
