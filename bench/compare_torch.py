@@ -90,8 +90,8 @@ def ours(
 
 
 def batch_of(tokens: np.ndarray, targets: np.ndarray) -> StepBatch:
-    arrays = (tokens[None, None], targets[None, None], np.zeros_like(tokens)[None, None])
-    return StepBatch(*(a.astype(np.int32) for a in arrays), int((targets >= 0).sum()), Position())
+    x, y = (a[None, None].astype(np.int32) for a in (tokens, targets))
+    return StepBatch(x, y, np.zeros_like(x), int((targets >= 0).sum()), Position())
 
 
 def torch_loss(hf: Any, tokens: np.ndarray, targets: np.ndarray) -> Any:
