@@ -69,9 +69,10 @@ SIGNATURE = (*(types.uint64,) * 5, types.int32, types.int32, types.float32)
 
 def tile_of(V: int, dtype: str = "bf16") -> tuple[int, int]:
     """(threads, pieces that each keeps in shared memory) for a vocabulary."""
-    threads = 512 if V > 16384 else 128
+    # 151936 columns on an H200: 1024 threads and 4 pieces 91 % of copy, 512 and 12 pieces 82 %
+    threads = 1024 if V > 16384 else 128
     needed = BATCH * cdiv(V // PIECE, threads * BATCH)
-    return threads, min(needed, 12) if dtype == "bf16" else 0
+    return threads, min(needed, 4 if threads == 1024 else 12) if dtype == "bf16" else 0
 
 
 def shared_bytes(threads: int, shared: int) -> int:
