@@ -4,19 +4,17 @@ r"""Matrix products through cuBLASLt: plans built once, called with raw addresse
     data gradient    dx[n, k] = sum_m dy[n, m] weight[m, k]
     weight gradient  dweight[m, k] (+)= sum_n dy[n, m] x[n, k]
 
-Shapes   x: (N, K), weight: (M, K), y: (N, M), row-major. cuBLASLt is column-major: a row-major (R,
-S) array
-         is its S x R matrix, so every product below is written as out^T = second^T first^T.
+Shapes   x: (N, K), weight: (M, K), y: (N, M), row-major. cuBLASLt is column-major: a row-major
+         (R, S) array is its S x R matrix, so every product below is written as out^T = second^T
+         first^T.
 Dtypes   bfloat16 or float32 operands (one kind), output bfloat16 or float32, sums in float32
          (CUBLAS_COMPUTE_32F: never TF32).
 Errors   K products summed in float32, then one rounding to the output. Adding to a BF16 output
-rounds
-         twice: the library rounds the product before it adds (seen on an H200, cuBLASLt 13.1).
-Choice   The heuristic's candidates are in its order; `tune` times them, and the chosen index goes
-into the
-         run's tuning file, so a resumed run has the same bits. Split-K sums that would depend on
-         the
-         order in which blocks finish are excluded (REDUCTION_SCHEME_MASK).
+         rounds twice: the library rounds the product before it adds (seen on an H200, cuBLASLt
+         13.1).
+Choice   The heuristic's candidates are in its order; `tune` times them. A choice is kept for the
+         machine and with the run, so the bits stay. Split-K sums that would depend on the order in
+         which blocks finish are excluded (REDUCTION_SCHEME_MASK).
 
 Source   cuBLAS library documentation, cublasLtMatmul.
 """
@@ -79,6 +77,11 @@ def _lt() -> Any:
 def _handle(device: int) -> int:
     """One library handle for each device; the device's context is current."""
     return _lt().create()
+
+
+def library_version() -> int:
+    """cuBLASLt's version, for example 130100."""
+    return int(_lt().get_version())
 
 
 class Product:

@@ -22,6 +22,7 @@ def command(
     from llmq_nb.data.store import TokenStore, check_tokenizer, check_vocabulary
     from llmq_nb.data.tokenizer import load_tokenizer, tokenizer_info
     from llmq_nb.train.inference import Inference, open_model
+    from llmq_nb.train.setup import inference_kind
 
     opened, store = open_model(model, seq_len=seq_len), TokenStore(data)
     check_vocabulary(store, opened.model.V)
@@ -36,6 +37,7 @@ def command(
         seq_len=seq_len,
         base=opened.precision,
         arrays=opened.arrays,
+        kind=inference_kind(opened.precision, opened.model),
     )
     packing = opened.precision.data.packing
     batches = eval_batches(store, micro_batch, seq_len, steps, packing=packing)

@@ -28,6 +28,7 @@ def command(
     from llmq_nb.core.errors import UserError
     from llmq_nb.data.tokenizer import load_tokenizer
     from llmq_nb.train.inference import Inference, open_model
+    from llmq_nb.train.setup import inference_kind
 
     opened = open_model(model)
     name = tokenizer or opened.tokenizer
@@ -37,7 +38,12 @@ def command(
     ids = coder.encode(prompt)
     length = min(seq_len or len(ids) + tokens, opened.model.max_position)
     inference = Inference(
-        opened.model, micro_batch=1, seq_len=length, base=opened.precision, arrays=opened.arrays
+        opened.model,
+        micro_batch=1,
+        seq_len=length,
+        base=opened.precision,
+        arrays=opened.arrays,
+        kind=inference_kind(opened.precision, opened.model),
     )
     made = list(map(int, ids))
     shown = coder.decode(made)

@@ -2,7 +2,7 @@
 
     prepare   run the step functions with launches left out: kernels compile and load, products
               are planned
-    tune      time the products' candidates; the choices go into the run's state
+    tune      time the products' candidates, once for a machine; the choices are saved with the run
     record    capture a micro-step (one graph for the first of an accumulation, one for the
               others), the optimizer step and an evaluation step, each when it is first used
     replay    copy a slot of the pinned ring into the fixed input buffers, launch the graph
@@ -14,8 +14,10 @@ order, so the same bits.
 """
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +43,9 @@ from llmq_nb.core.pinned import Pinned
 from llmq_nb.core.sizes import format_bytes
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import StepBatch
+from llmq_nb.kernels.cache import cache_folder, write_atomically
 from llmq_nb.kernels.launch import loaded, preparing
+from llmq_nb.kernels.matmul import library_version
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.ops import CudaOps
 from llmq_nb.model.engine_cuda.scalars import pack_scalars
@@ -82,8 +86,9 @@ class CudaEngine:
         self.base = allocate(self.plan.total)
         self.tensors = _tensors(self.plan, self.base)
         self.stream = int(create_stream())
+        known = machine_tuning(self.device) | (tuning or {})
         self.ops = CudaOps(
-            config, model, self.tensors, device=self.device, stream=self.stream, tuning=tuning
+            config, model, self.tensors, device=self.device, stream=self.stream, tuning=known
         )
         self.ranks = [make_rank(config, model, self.tensors, self.ops)]
         self._ring = _Ring(self.tensors, self.stream)
@@ -154,6 +159,7 @@ class CudaEngine:
         if needed <= self.plan.total:
             self.ops.fill_memory(self.base, self.plan.total)  # zeros would draw less power
             self.ops.products.tune(self.base, stream=self.stream)
+            keep_machine_tuning(self.device, self.tuning)
         synchronize_stream(self.stream)
         check(driver().cuMemsetD8(self.base, 0, self.plan.total), "clearing device memory")
         check(driver().cuCtxSynchronize(), "clearing device memory")
@@ -213,6 +219,27 @@ def allocate_cuda(
         free(base)
 
     return ops, tensors, close
+
+
+def _tuning_file(device: Device) -> Path:
+    """Where a machine keeps its products' choices: one file for a GPU model and library version."""
+    name = "".join(c if c.isalnum() else "-" for c in device.name)
+    return cache_folder() / f"products-{name}-cublaslt-{library_version()}.json"
+
+
+def machine_tuning(device: Device) -> dict[str, int]:
+    """The choices made on this machine before: later runs have the same bits, and start faster."""
+    try:
+        found = json.loads(_tuning_file(device).read_text(encoding="utf-8"))
+        return {str(shape): int(choice) for shape, choice in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError):  # none yet, or a torn file: time again
+        return {}
+
+
+def keep_machine_tuning(device: Device, tuning: dict[str, int]) -> None:
+    """Add new shapes' choices; those that were there stay."""
+    merged = tuning | machine_tuning(device)
+    write_atomically(_tuning_file(device), json.dumps(merged, indent=1, sort_keys=True).encode())
 
 
 def _check_memory(plan: Plan, device: Device) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from llmq_nb.config import Config
 from llmq_nb.core.driver import Driver, find_driver, missing_packages
@@ -118,6 +119,12 @@ def settle_device(config: Config, device: Device, model: ModelConfig) -> Device:
         raise error
     why = f"{error.what}{': ' + error.mend if error.mend else ''}"
     return Device("cpu", f"device: cpu ({device.reason.removeprefix('device: ')} is idle; {why})")
+
+
+def inference_kind(config: Config, model: ModelConfig) -> Literal["cpu", "cuda"]:
+    """Where a model that only runs forward should run: the GPU where it can."""
+    device = settle_device(config, choose_device(config), model)
+    return "cuda" if device.kind == "cuda" else "cpu"
 
 
 def _cuda_obstacle(config: Config, model: ModelConfig) -> UserError | None:

@@ -21,6 +21,7 @@ OPTIONS = {
     "generate": ["--prompt", "--temperature", "--top-p", "--seed"],
     "eval": ["--data", "--seq-len", "--json"],
     "plot": ["--out", "--over"],
+    "compile": ["--set"],
     "bench": ["--json"],
     "doctor": [],
 }
