@@ -121,7 +121,7 @@ class Group:
     def __init__(self, threads: int) -> None:
         self.barrier = threading.Barrier(threads)
         self.table: list[Any] = [None] * threads
-        self.product = np.zeros(0)
+        self.product: Any = None
 
 
 def _group(key: Any, threads: int = 128) -> Group:

@@ -280,9 +280,9 @@ SMALL = Tiles(Tile(32, 16, 2), Tile(16, 32, 2), Tile(32, 16, 2))
 LARGE = Tiles(Tile(64, 16, 2), Tile(16, 64, 2, stages=1), Tile(64, 16, 2, stages=1))
 SIMULATED = [
     pytest.param(dict(B=1, T=3, H=1, G=1, D=64, mean=None, tiles=SMALL), id="short"),
-    pytest.param(dict(B=2, T=33, H=1, G=1, D=64, mean=8.0, tiles=SMALL), id="documents"),
+    pytest.param(dict(B=1, T=33, H=1, G=1, D=64, mean=8.0, tiles=SMALL), id="documents"),
     pytest.param(dict(B=1, T=36, H=1, G=1, D=64, mean=None, tiles=LARGE), id="two-m-tiles"),
-    pytest.param(dict(B=1, T=19, H=3, G=1, D=64, mean=4.0, tiles=SMALL), id="group-of-three"),
+    pytest.param(dict(B=2, T=19, H=3, G=1, D=64, mean=4.0, tiles=SMALL), id="group-of-three"),
 ]
 
 
