@@ -209,6 +209,15 @@ def check_repeats(
         np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
 
 
+def check_nothing_to_do(device: Device) -> None:
+    """No sequences, or sequences of no tokens: no launch, so that the addresses do not matter."""
+    for B, T in ((0, 5), (2, 0)):
+        for dtype in (DType.BF16, DType.FP32):
+            shape: dict[str, Any] = {"B": B, "T": T, "H": 2, "G": 1, "D": 64, "dtype": dtype}
+            attention.attention_launch(0, 0, 0, 0, **shape, stream=device.stream)
+            attention.attention_backward_launch(0, 0, 0, 0, 0, 0, 0, **shape, stream=device.stream)
+
+
 def check_rejections(device: Device) -> None:
     def array(*shape: int, dtype: Any = BF16) -> Any:
         return device.put(np.zeros(shape, dtype)).array()
@@ -308,6 +317,10 @@ def test_fp32_simulated(case) -> None:
     run_sim(check_backward, **case)
 
 
+def test_nothing_to_do_simulated() -> None:
+    run_sim(check_nothing_to_do)
+
+
 def test_rejections_simulated() -> None:
     run_sim(check_rejections)
 
@@ -400,6 +413,11 @@ def test_user_functions(gpu: Device, T, D, causal) -> None:
 @pytest.mark.parametrize("D", attention.HEAD_DIMS)
 def test_repeats_bit_for_bit(gpu: Device, D, implementation) -> None:
     check_repeats(gpu, 2, 700, 6, 2, D, tiles_of(implementation, D))
+
+
+@pytest.mark.gpu
+def test_nothing_to_do(gpu: Device) -> None:
+    check_nothing_to_do(gpu)
 
 
 @pytest.mark.gpu
