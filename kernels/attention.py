@@ -102,6 +102,8 @@ def _tiles(tiles: Tiles | None, D: int) -> Tiles:
 def _forward(
     out: int, lse: int, q: int, k: int, v: int, p: Problem, tiles: Tiles | None, stream: Any
 ) -> None:
+    if p.B * p.T == 0:
+        return
     if p.dtype is DType.FP32:
         launch = kernel(
             attention_simt.make_attention_forward_fp32, attention_simt.FORWARD_SIGNATURE,
@@ -153,6 +155,8 @@ def _backward(
     gradients: tuple[int, int, int], strides: tuple[int, int], stats: int, dout: int, out: int,
     lse: int, qkv: tuple[int, int, int], p: Problem, tiles: Tiles | None, stream: Any,
 ) -> None:  # fmt: skip
+    if p.B * p.T == 0:
+        return
     if p.dtype is DType.FP32:
         _backward_fp32(gradients, strides, (*qkv, dout, out, lse), p, stream)
         return

@@ -171,7 +171,7 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
                 for i in range(ACC):
                     acc[i] = ZERO
                 for r in range(2):
-                    row = m0 + tile_row + r * 8
+                    row = min(m0 + tile_row + r * 8, padded - 1)  # the last tile may reach further
                     lse[r] = ldg32f(row_stats + row * 4)
                     delta[r] = ldg32f(row_stats + (padded + row) * 4)
                     starts[r] = first_key(segment_start, base + min(row, T - 1))
