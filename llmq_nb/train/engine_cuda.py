@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from llmq_nb.config import Config
 from llmq_nb.core.device import (
     Device,
+    DeviceError,
     allocate,
     check,
     create_event,
@@ -52,6 +53,7 @@ from llmq_nb.model.engine_cuda.scalars import pack_scalars
 from llmq_nb.model.ops import Scalars
 from llmq_nb.plan.buffers import Group, Plan, make_plan
 from llmq_nb.plan.workspace import workspace_buffers
+from llmq_nb.report.console import announce
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.engine import StepResult, result, step_scalars
 from llmq_nb.train.rank import Rank, State, make_rank
@@ -93,6 +95,7 @@ class CudaEngine:
         self.ranks = [make_rank(config, model, self.tensors, self.ops)]
         self._ring = _Ring(self.tensors, self.stream)
         self._graphs: dict[str, Graph] = {}
+        self._eager = config.run.cuda_graphs is False
         self.host_seconds = 0.0
         """Python's time for the last step: what was spent before waiting for the GPU."""
         self._prepare()
@@ -166,12 +169,20 @@ class CudaEngine:
         self.ops.write_tables()
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
-        if self.config.run.cuda_graphs is False:
+        if self._eager:
             work()
             return
         graph = self._graphs.get(name)
         if graph is None:
-            graph = self._graphs[name] = capture(self.stream, work, name=name)
+            try:
+                graph = self._graphs[name] = capture(self.stream, work, name=name)
+            except DeviceError as error:
+                if self.config.run.cuda_graphs is True:
+                    raise
+                self._eager = True
+                announce(f"CUDA graphs are off, steps are launched one by one ({error})")
+                work()
+                return
         graph.launch(self.stream)
 
 

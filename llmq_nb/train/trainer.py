@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llmq_nb.config import Config
+from llmq_nb.core.device import DeviceError
 from llmq_nb.core.dtype import DType
 from llmq_nb.core.errors import UserError
 from llmq_nb.data.loader import StepBatch, eval_batches
@@ -115,9 +116,12 @@ class Trainer:
             self.config.schedule, self.config.optimizer.learning_rate, index, self.total_steps
         )
         if batch.supervised:
-            result = self.engine.train_step(
-                batch, step=index, updates=self.progress.updates, learning_rate=rate
-            )
+            try:
+                result = self.engine.train_step(
+                    batch, step=index, updates=self.progress.updates, learning_rate=rate
+                )
+            except DeviceError as error:  # it names the kernel or copy; the step is known here
+                raise DeviceError(error.code, f"step {index + 1}, {error}") from error
             facts: dict[str, Any] = {
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
