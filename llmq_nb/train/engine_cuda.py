@@ -153,6 +153,7 @@ class CudaEngine:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
+        self._ring.close()
         free(self.base)
 
     def _prepare(self) -> None:
@@ -295,6 +296,11 @@ class _Ring:
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self.slots = [_Slot(Pinned(sum(sizes)), create_event()) for _ in range(SLOTS)]
         self.next = 0
+
+    def close(self) -> None:
+        """Give the pinned memory back; nothing is in flight."""
+        for slot in self.slots:
+            slot.memory.close()
 
     def send(
         self,
