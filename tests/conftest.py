@@ -1,8 +1,13 @@
 """Tests marked gpu are deselected (and counted) where there is no GPU; the header says so."""
 
+import hypothesis
 import pytest
 
 from llmq_nb.core.device import device_count
+
+# an example's time says how busy the machine is, not whether the code is right
+hypothesis.settings.register_profile("unhurried", hypothesis.settings.default, deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_report_header() -> str:
