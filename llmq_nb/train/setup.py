@@ -122,7 +122,12 @@ def settle_device(config: Config, device: Device, model: ModelConfig) -> Device:
 
 
 def inference_kind(config: Config, model: ModelConfig) -> Literal["cpu", "cuda"]:
-    """Where a model that only runs forward should run: the GPU where it can."""
+    """Where a model that only runs forward should run: the GPU where it can.
+
+    A run's `device = "cuda"` is no demand here: its checkpoint may be on another machine.
+    """
+    if config.run.device == "cuda":
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, device="auto"))
     device = settle_device(config, choose_device(config), model)
     return "cuda" if device.kind == "cuda" else "cpu"
 
@@ -212,6 +217,8 @@ def _make_stores(
     for store in made:
         verb = "data: found" if store.reused else "data: tokenized"
         announce(f"{verb} {store.path} ({store.documents:,} documents, {store.tokens:,} tokens)")
+    if made[0].skipped:  # counted once for all stores
+        announce(f"data: {made[0].skipped:,} files skipped (not UTF-8)")
 
 
 def tokenizer_path(config: Config, source: ModelSource) -> str:
