@@ -189,7 +189,8 @@ def _describe(hint: Any) -> str:
     if origin is typing.Literal:
         return " | ".join(repr(a) for a in args)
     if origin is tuple:
-        return f"a list of {_describe(args[0])}"
+        plain = {int: "whole numbers, [1, 2]", str: 'strings, ["a", "b"]'}
+        return f"a list of {plain.get(args[0]) or _describe(args[0])}"
     return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]
 
 

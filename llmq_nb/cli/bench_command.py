@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
+
+from llmq_nb.config import Recompute
 
 
 @click.command("bench")
@@ -17,11 +19,15 @@ import click
 @click.option("--grad-accumulation", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--seq-len", default=1024, show_default=True, type=click.IntRange(1))
 @click.option("--head-chunks", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--recompute", multiple=True, help="Repeat for several; see memory.recompute.")
+@click.option(
+    "--recompute", multiple=True, type=click.Choice(get_args(Recompute)), help="May be repeated."
+)
 @click.option("--breakdown", is_flag=True, help="Milliseconds an operation.")
 def command(what: str, json_file: Path | None, breakdown: bool, **options: Any) -> None:
     """Measure WHAT: data, the token loader; step, whole training steps on the GPU; kernels, every
     memory-bound kernel beside a copy; matmul, the products of a step of the models."""
+    if json_file is not None:
+        _check_place(json_file)
     if what == "data":
         figures: Any = _data()
     elif what == "kernels":
@@ -32,6 +38,15 @@ def command(what: str, json_file: Path | None, breakdown: bool, **options: Any) 
         figures = _steps(breakdown, **options)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_place(json_file: Path) -> None:
+    """Raise UserError where the figures could not be written, before minutes of measuring."""
+    from llmq_nb.core.errors import UserError
+
+    if json_file.is_dir() or not json_file.absolute().parent.is_dir():
+        what = "is a folder" if json_file.is_dir() else "its folder does not exist"
+        raise UserError(f"cannot write {json_file} ({what})", where="--json", mend="name a file")
 
 
 def _data() -> dict[str, Any]:

@@ -16,13 +16,14 @@ def command() -> None:
     """Versions, cores, memory, disk, NVIDIA driver and GPUs, and what to install for them."""
     from llmq_nb.core.driver import find_driver, missing_packages
     from llmq_nb.core.files import free_bytes
+    from llmq_nb.core.host import available_bytes
     from llmq_nb.core.sizes import format_bytes
 
     click.echo(f"llmq-nb {version('llmq-nb')}, Python {platform.python_version()}, {_system()}")
     for name in (*PACKAGES, *GPU_PACKAGES):
         click.echo(f"  {name:16} {_version(name)}")
     cores = len(os.sched_getaffinity(0))
-    memory, disk = format_bytes(_available()), format_bytes(free_bytes(Path.cwd()))
+    memory, disk = format_bytes(available_bytes() or 0), format_bytes(free_bytes(Path.cwd()))
     click.echo(f"cores {cores}, memory available {memory}, disk free {disk}")
     driver = find_driver()
     if driver is None:
@@ -43,15 +44,3 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _available() -> int:
-    """MemAvailable in bytes; 0 where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return 0

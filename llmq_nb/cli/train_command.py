@@ -11,7 +11,9 @@ import click
     "--set", "overrides", multiple=True, metavar="section.key=value", help="Override a key."
 )
 @click.option("--resume", default="auto", metavar="auto|none|DIR", help="Where to go on from.")
-@click.option("--dry-run", is_flag=True, help="Check everything, print the resolved config, stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Check all (making missing stores), print the config, stop."
+)
 def command(config: str, overrides: tuple[str, ...], resume: str, dry_run: bool) -> int:
     """Train the model of CONFIG, a TOML file."""
     from llmq_nb.config_file import load_config, to_toml

@@ -164,7 +164,7 @@ def _check_store(store: TokenSource, seq_len: int) -> None:
         raise UserError(
             f"{len(store)} tokens are fewer than seq_len + 1 = {seq_len + 1}",
             where=store.name,
-            mend="add data or lower batch.seq_len",
+            mend="add data or lower seq_len",
         )
     if store.supervised == 0:
         raise UserError(

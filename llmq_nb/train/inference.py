@@ -52,8 +52,11 @@ class Opened:
     """What it runs with: that of the run, or for a folder FP32 if its weights are."""
 
 
-def open_model(path: str | Path, *, seq_len: int | None = None) -> Opened:
-    """A Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint)."""
+def open_model(path: str | Path, *, seq_len: int = 1) -> Opened:
+    """A Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint).
+
+    seq_len: the longest sequence that must fit a sliding window; a window limits the positions.
+    """
     folder = Path(path).expanduser()
     if (folder / CONFIG_NAME).is_file():
         model = read_model_config(folder, seq_len=seq_len)

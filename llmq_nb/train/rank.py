@@ -13,6 +13,7 @@ import numpy as np
 
 from llmq_nb.config import Config
 from llmq_nb.core.dtype import DType
+from llmq_nb.core.host import check_host_memory
 from llmq_nb.core.tensor import Fp8Slot, Tensor
 from llmq_nb.model.activations import BlockActivations, Gradients, HeadActivations
 from llmq_nb.model.config import ModelConfig
@@ -57,7 +58,8 @@ class Rank:
 
 
 def allocate(plan: Plan) -> dict[str, Tensor]:
-    """The plan in host memory: one allocation, every buffer a view of it, all zeros."""
+    """The plan in host memory: one allocation, every buffer a view of it, all zeros. UserError."""
+    check_host_memory(plan.total)  # the zeros are taken page by page, without a refusal
     memory = np.zeros(plan.total, np.uint8)
     tensors = {}
     for buffer, offset in zip(plan.buffers, plan.offsets, strict=True):

@@ -12,6 +12,7 @@ from typing import Literal
 from llmq_nb.config import Config
 from llmq_nb.core.driver import Driver, find_driver, missing_packages
 from llmq_nb.core.errors import UserError
+from llmq_nb.core.host import check_host_memory
 from llmq_nb.data.loader import Loader, Position
 from llmq_nb.data.packing import Packing
 from llmq_nb.data.store import TokenSource, TokenStore, check_tokenizer, check_vocabulary
@@ -20,9 +21,12 @@ from llmq_nb.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_info
 from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config, unread_keys
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.families import preset
+from llmq_nb.plan.buffers import make_plan
 
 CUDA_HEAD_DIMS = (64, 128)
 """Head dimensions of the attention kernels."""
+BATCH_BYTES = 12
+"""Of a token in a step's batch: token, target, segment start. The loader makes the next one."""
 Announce = Callable[[str], None]
 
 
@@ -122,7 +126,12 @@ def settle_device(config: Config, device: Device, model: ModelConfig) -> Device:
 
 
 def inference_kind(config: Config, model: ModelConfig) -> Literal["cpu", "cuda"]:
-    """Where a model that only runs forward should run: the GPU where it can."""
+    """Where a model that only runs forward should run: the GPU where it can.
+
+    A run's `device = "cuda"` is no demand here: its checkpoint may be on another machine.
+    """
+    if config.run.device == "cuda":
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, device="auto"))
     device = settle_device(config, choose_device(config), model)
     return "cuda" if device.kind == "cuda" else "cpu"
 
@@ -165,6 +174,12 @@ def check_supported(config: Config, device: Device) -> None:
         )
 
 
+def check_memory(config: Config, model: ModelConfig) -> None:
+    """Raise UserError where the cpu engine would not fit into the machine's memory."""
+    step = config.tokens_per_step(world_size=1)
+    check_host_memory(make_plan(config, model).total + 2 * BATCH_BYTES * step)
+
+
 def check_writable(folder: Path) -> None:
     """Raise UserError where the folder cannot be made or written; makes nothing."""
     nearest = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
@@ -182,6 +197,9 @@ def open_data(config: Config, source: ModelSource, announce: Announce) -> Data:
     tokenizer = load_tokenizer(tokenizer_path(config, source))
     train, validation = Path(d.train), None if d.validation is None else Path(d.validation)
     if d.sources:
+        if validation is not None and validation.absolute() == train.absolute():
+            mend = "name another store, or leave it out"
+            raise UserError(f"{d.validation} is data.train", where="data.validation", mend=mend)
         if tokenizer.vocab_size > source.model.V:
             raise UserError(
                 f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids",
@@ -212,6 +230,8 @@ def _make_stores(
     for store in made:
         verb = "data: found" if store.reused else "data: tokenized"
         announce(f"{verb} {store.path} ({store.documents:,} documents, {store.tokens:,} tokens)")
+    if made[0].skipped:  # counted once for all stores
+        announce(f"data: {made[0].skipped:,} files skipped (not UTF-8)")
 
 
 def tokenizer_path(config: Config, source: ModelSource) -> str:

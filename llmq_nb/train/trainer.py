@@ -74,6 +74,8 @@ class Trainer:
         announce(self.device.reason)
         if self.device.hint is not None:
             announce(self.device.hint)
+        if self.device.kind == "cpu":
+            setup.check_memory(config, self.model)
         if self.source.pretrained:
             assert self.source.folder is not None
             check_weights(self.source.folder, self.model)

@@ -220,7 +220,7 @@ def test_llmq_bin_is_read(tmp_path, small_pieces, version, masked, length):
 
 
 def test_q2_mask_bits_stay_with_their_tokens(tmp_path):
-    """Bit t says "token t is supervised": of P P P P P R R R EOS exactly R R R EOS."""
+    """Q2: bit t says "token t is supervised": of P P P P P R R R EOS exactly R R R EOS."""
     tokens = [11, 12, 13, 14, 15, 21, 22, 23, 256]
     path = tmp_path / "a.bin"
     path.write_bytes(llmq_bytes(2, tokens, [False] * 5 + [True] * 4))

@@ -89,7 +89,7 @@ def test_shuffling_moves_windows_far(store):
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_q3_resume_anywhere_gives_the_uninterrupted_run(store, data):
-    """At any step, over epoch borders, into any split of the windows, from a fresh loader."""
+    """Q3: at any step, over epoch borders, into any split of the windows, from a fresh loader."""
     draw = data.draw
     mode = draw(st.sampled_from(["stream", "pack"]))
     shape: Any = {

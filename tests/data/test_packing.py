@@ -150,7 +150,7 @@ def test_pack_is_first_fit(memory_store, lengths, T):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_q14_nothing_leaks_across_documents(memory_store, mode):
-    """Every target, and every token that attention may see, is of the token's own document."""
+    """Q14: every target, and every token that attention may see, is of the token's own document."""
     lengths = np.random.default_rng(0).integers(1, 60, 200).tolist()
     store = make(memory_store, lengths)
     tokens, targets, segment_start = all_windows(Packing(store, 32, mode))
@@ -167,7 +167,7 @@ def test_q14_nothing_leaks_across_documents(memory_store, mode):
 
 
 def test_q2_a_response_is_trained_from_its_first_token_to_its_eos(memory_store):
-    """Prompt of 5, response of 3 and EOS, masked so: exactly R, R, R, EOS are targets."""
+    """Q2: prompt of 5, response of 3 and EOS, masked so: exactly R, R, R, EOS are targets."""
     prompt, response, eos = [11, 12, 13, 14, 15], [21, 22, 23], [2]
     document = np.array(prompt + response + eos)
     mask = np.array([False] * 5 + [True] * 4)

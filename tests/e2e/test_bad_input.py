@@ -64,6 +64,9 @@ CONFIGS: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "preset": ({"model": {"path": "qwen2.5-0.5"}}, ["qwen2.5-0.5", "did you mean 'qwen2.5-0.5b'"]),
     "folder": ({"model": {"path": "none/here"}}, ["none/here", "model.path", "folder"]),
     "positions": ({"batch": {"seq_len": 129}}, ["129", "batch.seq_len", "128 positions"]),
+    "memory": ({"batch": {"micro_batch": 10**8}}, ["out of memory", "TiB", "batch.micro_batch"]),
+    "batch": ({"batch": {"grad_accumulation": 10**9}}, ["out of memory", "grad_accumulation"]),
+    "one store": ({"data": {"validation": "./train.zarr"}}, ["data.train", "data.validation"]),
     "layer": ({"precision": {"bf16_layers": [2]}}, ["layer 2", "bf16_layers", "2 layers"]),
     "weights": ({"model": {"path": "quickstart", "init": "pretrained"}}, ["quickstart", "weights"]),
     "source": ({"data": {"sources": ["no.txt"]}}, ["no such file", "no.txt"]),
@@ -114,6 +117,7 @@ SETS = {
     "batch.seq_len=long": ["--set batch.seq_len=long", "a whole number"],
     "batch.seq_len=-1": ["-1", "batch.seq_len", "at least 1"],
     "run.device=gpu": ["--set run.device=gpu", "'cuda'"],
+    "data.sources=text.txt": ["--set data.sources=text.txt", "a list of strings"],
     "schedule.steps=1.5": ["--set schedule.steps=1.5", "a whole number"],
 }
 

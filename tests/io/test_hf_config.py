@@ -111,6 +111,7 @@ def test_transformers_5_spelling_means_the_same(tmp_path: Path, name: str) -> No
 
 
 def test_llama3_scaling_is_read_not_ignored(tmp_path: Path) -> None:
+    """Q10: without it Llama 3.1 trains with the wrong rotation."""
     expected = Llama3Rope(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
     )
@@ -213,6 +214,7 @@ NOT_NEUTRAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", UNSUPPORTED)
 def test_an_unimplemented_feature_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    """Q10: LLMQ passed over such keys without a word."""
     value = NOT_NEUTRAL.get(key, True if UNSUPPORTED[key][0][:1] == (False,) else 0.5)
     with pytest.raises(UserError, match=f"{key} = .*config.json: .* is not implemented"):
         read(tmp_path, LLAMA31_8B | {key: value})

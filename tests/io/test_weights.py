@@ -161,6 +161,7 @@ ROPE = "model__layers__0__self_attn__rotary_emb__inv_freq"
 def test_a_wrong_set_of_tensors_is_an_error_before_any_is_read(
     tmp_path: Path, changes: dict[str, np.ndarray | None], message: str
 ) -> None:
+    """Q11: missing as much as unexpected."""
     tensors = change(random_tensors("llama", False, np.float32), **changes)
     folder = save_folder(tmp_path / "in", tensors)
     with pytest.raises(UserError, match=message):

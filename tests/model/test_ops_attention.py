@@ -173,7 +173,7 @@ def join(rows, q, k, v):
 
 
 def test_another_document_changes_no_bit():
-    """Tokens before the start and after a row cannot be seen, not even through their values."""
+    """Q14: tokens before the start and after a row cannot be seen, not even by their values."""
     H, G = 4, 2
     B, T, starts, heads, *_ = case("documents_across_blocks", H, G, DType.FP32, 4)
     ops = make_ops(small_model(H=H, G=G), seq_len=T)

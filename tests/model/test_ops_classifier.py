@@ -39,7 +39,11 @@ def row_terms(x, V):
     ("z_loss", "shift"), [(0.0, 0.0), (1e-2, 0.0), (1e-2, -40.0), (1.0, -200.0)]
 )
 def test_cross_entropy(dtype, V, N, z_loss, shift):
-    """shift < 0: negative lse, with which LLMQ's z-loss is NaN (Q15)."""
+    """shift < 0: negative lse, with which LLMQ's z-loss is NaN (Q15).
+
+    Q7: a masked row is zero up to the last padded column of a V that is no multiple of 8, and has
+    its lse.
+    """
     model, logits, targets = case(N, V, dtype, shift=shift)
     x = f64(logits)[:, :V]
     ops = make_ops(model, z_loss=z_loss)
