@@ -171,7 +171,7 @@ def _check_not_empty(writer: StoreWriter, stores: int) -> None:
     raise UserError(
         "no document fell into this part",
         where=str(writer.path),
-        mend="add documents or change the validation fraction",
+        mend="add documents (or lines to a single text), or leave data.validation out",
     )
 
 

@@ -36,6 +36,7 @@ from llmq_nb.train.checkpoint import (
     check_out_dir,
     checkpoint_bytes,
     latest_checkpoint,
+    read_checkpoint,
     save_checkpoint,
 )
 from llmq_nb.train.engine import Engine, make_engine
@@ -74,8 +75,6 @@ class Trainer:
         announce(self.device.reason)
         if self.device.hint is not None:
             announce(self.device.hint)
-        if self.device.kind == "cpu":
-            setup.check_memory(config, self.model)
         if self.source.pretrained:
             assert self.source.folder is not None
             check_weights(self.source.folder, self.model)
@@ -85,6 +84,8 @@ class Trainer:
         checkpoint = None
         if self.resumed is not None:
             checkpoint = snapshot.open_checkpoint(self.resumed, self.model)
+        if self.device.kind == "cpu":
+            setup.check_memory(config, self.model)
         self.data = setup.open_data(config, self.source, announce)
         if checkpoint is not None:
             snapshot.check_same_windows(checkpoint, config, self.data.train)
@@ -243,11 +244,11 @@ class Trainer:
         return checkpoint_bytes(snapshot.part_bytes(self.engine))
 
     def _find_checkpoint(self, resume: str) -> Path | None:
-        newest = latest_checkpoint(self.checkpoints)
+        """The checkpoint to go on from. Its hashes are compared: a changed bit would train on."""
         if resume == "auto":
-            return newest
+            return latest_checkpoint(self.checkpoints, verify=True)
         if resume == "none":
-            if newest is not None:
+            if latest_checkpoint(self.checkpoints) is not None:
                 raise UserError(
                     "the run has checkpoints",
                     where=str(self.checkpoints),
@@ -255,7 +256,11 @@ class Trainer:
                 )
             return None
         folder = Path(resume).expanduser()
-        return latest_checkpoint(folder / CHECKPOINTS) or latest_checkpoint(folder) or folder
+        for root in (folder / CHECKPOINTS, folder):
+            newest = latest_checkpoint(root, verify=True)
+            if newest is not None:
+                return newest
+        return read_checkpoint(folder, verify=True).path
 
     def _start(
         self, checkpoint: Checkpoint | None, announce: Callable[[str], None]

@@ -92,10 +92,17 @@ def test_none_begins_anew(half: Path, cli: Cli, tmp_path: Path) -> None:
     assert numbers(folder / "other") == numbers(half / "out")
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(half: Path, cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    damage: str, half: Path, cli: Cli, tmp_path: Path
+) -> None:
     folder = copied(half, tmp_path)
     newest = folder / "out/checkpoints/step_00000008/m/model-00001.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-1])
+    data = newest.read_bytes()
+    changed = data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]  # one bit of one moment
+    newest.write_bytes(data[:-1] if damage == "cut" else changed)
+    named = cli("train", "config.toml", "--resume", str(newest.parents[1]), cwd=folder)
+    assert named.code == 2 and "m/model-00001.safetensors has" in named.error
     result = cli("train", "config.toml", cwd=folder)
     assert result.code == 0, result.err
     assert "resumed: step 6" in result.out
