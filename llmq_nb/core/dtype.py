@@ -45,3 +45,6 @@ FP8_MAX: dict[DType, float] = {DType.E4M3: 448.0, DType.E5M2: 57344.0}
 
 ABSMAX_FLOOR = 1e-30
 """Least absmax that a scale is computed from, so that an all-zero tensor has finite scales."""
+
+M_GROUP = 128
+"""Values of an e4m3 first moment that share a float32 scale."""

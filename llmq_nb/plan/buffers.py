@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from llmq_nb.config import Config
 from llmq_nb.core.arena import Slot, aligned, assign_offsets
-from llmq_nb.core.dtype import DType
+from llmq_nb.core.dtype import M_GROUP, DType
 from llmq_nb.model.config import ALIGNMENT, ModelConfig
 from llmq_nb.model.parameters import Parameter, model_parameters
 from llmq_nb.model.recompute import dropped_activations
@@ -29,8 +29,6 @@ Group = Literal[
     "results",
     "workspace",
 ]
-M_GROUP = 128
-"""Values of an e4m3 first moment that share a float32 scale."""
 HEAD, BACKWARD = 9, 12
 """Ticks: a block's forward takes 0 to 8, the head 9 to 11, recomputation and backward 12 to 20."""
 

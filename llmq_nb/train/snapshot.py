@@ -25,7 +25,6 @@ from llmq_nb.model.parameters import Parameter
 from llmq_nb.train.checkpoint import Checkpoint, read_checkpoint
 from llmq_nb.train.engine import Engine
 from llmq_nb.train.initial import copy_to_weights
-from llmq_nb.train.rank import State
 
 PARTS = ("master", "m", "v")
 
@@ -172,13 +171,6 @@ def _restore(
             )
         array[view.start : view.stop] = saved
     engine.write(tensor, array)
-
-
-def master_arrays(states: list[State], checkpoint: Checkpoint) -> Iterator[tuple[Parameter, Any]]:
-    """The master weights of a checkpoint in our layout, one parameter at a time."""
-    tensors = checkpoint.tensors("master")
-    for state in states:
-        yield state.parameter, fused(state.parameter, tensors)
 
 
 def fused(parameter: Parameter, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmq_nb.config import OptimizerConfig
-from llmq_nb.core.dtype import DType
+from llmq_nb.core.dtype import M_GROUP, DType
 from llmq_nb.core.rng import Purpose, bits16
 from llmq_nb.core.rounding import scales, stochastic_bf16, stochastic_e4m3, to_float32
 from llmq_nb.core.tensor import Tensor
@@ -21,8 +21,6 @@ from llmq_nb.model.engine_cpu.rows import each_rows
 from llmq_nb.model.ops import Scalars
 
 Float = NDArray[Any]  # float32: NumPy's own types widen it to float64
-M_GROUP = 128
-"""Values of an e4m3 first moment that share a scale."""
 
 
 def squared_norm(grad: NDArray[Any]) -> np.float32:
