@@ -9,6 +9,12 @@ Shapes   x: (N, K), weight: (M, K), y: (N, M), row-major. cuBLASLt is column-maj
          first^T.
 Dtypes   bfloat16 or float32 operands (one kind), output bfloat16 or float32, sums in float32
          (CUBLAS_COMPUTE_32F: never TF32).
+FP8      x and weight in e4m3, dy in e4m3 or e5m2, output bfloat16, times both tensors' scales. The
+         library multiplies only what is contiguous along the summed dimension ("TN"), so the data
+         gradient takes weight_t (K, M), and the weight gradient dy_t (M, N) and x_t (K, N): all
+         multiples of 16 but the forward's and data gradient's N. A scale is a float32 on the device
+         at a multiple of 16 bytes. `codes`: the same products of bfloat16 values of the codes, for
+         cards without FP8 units; alpha = product of the scales, on the device.
 Errors   K products summed in float32, then one rounding to the output. Adding to a BF16 output
          rounds twice: the library rounds the product before it adds (seen on an H200, cuBLASLt
          13.1).
@@ -32,6 +38,8 @@ from llmq_nb.kernels.launch import is_preparing
 Kind = Literal["forward", "dgrad", "wgrad"]
 COMPUTE_32F, R_32F = 68, 0
 CUDA_TYPE = {DType.FP32: 0, DType.BF16: 14, DType.E4M3: 28, DType.E5M2: 29}
+DEVICE_POINTERS = 1
+"""Pointer mode: alpha and beta are read on the device."""
 WORKSPACE_BYTES = 32 << 20
 CANDIDATES = 8
 """Algorithms asked of the heuristic."""
@@ -54,6 +62,15 @@ class Shape:
     out: DType
     bias: bool = False
     accumulate: bool = False
+    codes: bool = False
+    """BF16 operands are values of FP8 codes, in the layouts of FP8 products."""
+    fast: bool = False
+    """FP8: without the periodic promotion of the sums (precision.fast_accumulation)."""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether operands are FP8 codes in some form."""
+        return self.codes or self.operand.is_fp8
 
     @property
     def flops(self) -> int:
@@ -61,7 +78,8 @@ class Shape:
         return 2 * self.N * self.M * self.K
 
     def __str__(self) -> str:
-        extras = ("+bias" if self.bias else "") + ("+accumulate" if self.accumulate else "")
+        flags = ("bias", "accumulate", "codes", "fast")
+        extras = "".join(f"+{flag}" for flag in flags if getattr(self, flag))
         return f"{self.kind} {self.N}x{self.M}x{self.K} {self.operand}->{self.out}{extras}"
 
 
@@ -98,15 +116,27 @@ class Product:
             "dgrad": (weight, y, x, (0, 0)),
             "wgrad": (x, y, weight, (0, 1)),
         }[s.kind]
+        if s.quantised:
+            weight_t, x_t, y_t = ((c, r, c) for r, c, _ in (weight, x, y))
+            first, second = {
+                "forward": (weight, x), "dgrad": (weight_t, y), "wgrad": (x_t, y_t),
+            }[s.kind]  # fmt: skip
+            trans = (1, 0)
         self._descriptor = lt.matmul_desc_create(COMPUTE_32F, R_32F)
         self._set(attributes.TRANSA, trans[0])
         self._set(attributes.TRANSB, trans[1])
         if s.bias:
             self._set(attributes.EPILOGUE, int(lt.Epilogue.BIAS))
-            self._set(attributes.BIAS_DATA_TYPE, CUDA_TYPE[s.operand])
-        operand, result = CUDA_TYPE[s.operand], CUDA_TYPE[s.out]
-        self._a = lt.matrix_layout_create(operand, *first)
-        self._b = lt.matrix_layout_create(operand, *second)
+            self._set(attributes.BIAS_DATA_TYPE, CUDA_TYPE[s.out])
+        if s.fast:
+            self._set(attributes.FAST_ACCUM, 1)
+        if s.codes:
+            self._set(attributes.POINTER_MODE, DEVICE_POINTERS)
+        self._scales = (attributes.B_SCALE_POINTER, attributes.A_SCALE_POINTER)
+        result = CUDA_TYPE[s.out]
+        weight_or_x = DType.E4M3 if s.operand.is_fp8 else s.operand
+        self._a = lt.matrix_layout_create(CUDA_TYPE[weight_or_x], *first)
+        self._b = lt.matrix_layout_create(CUDA_TYPE[s.operand], *second)
         self._c = lt.matrix_layout_create(result, *out)
         self._scalars = np.array([1.0, float(s.accumulate)], np.float32)
         self._alpha = self._scalars.ctypes.data
@@ -123,15 +153,24 @@ class Product:
         self._pointer = self._found.ctypes.data + algorithm * self._found.dtype.itemsize
 
     def __call__(
-        self, out: int, x: int, y: int, *, workspace: int, stream: int, bias: int = 0
-    ) -> None:
+        self, out: int, x: int, y: int, *, workspace: int, stream: int, bias: int = 0,
+        scales: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         """Launch. out, x, y: addresses of the result and the two operands, in the order of the
-        equations: forward (x, weight), dgrad (dy, weight), wgrad (dy, x)."""
+        equations: forward (x, weight), dgrad (dy, weight), wgrad (dy, x). scales: of both operands
+        in that order; or with `codes` one address of the product of both, with beta behind it."""
         if bias:
             self._set(self._bias_attribute, bias)
+        alpha, beta = self._alpha, self._beta
+        if self.shape.codes:
+            (alpha,) = scales
+            beta = alpha + 4
+        else:
+            for attribute, scale in zip(self._scales, scales, strict=False):
+                self._set(attribute, scale)
         a, b = y, x
         self._matmul(
-            self._handle, self._descriptor, self._alpha, a, self._a, b, self._b, self._beta,
+            self._handle, self._descriptor, alpha, a, self._a, b, self._b, beta,
             out, self._c, out, self._c, self._pointer, workspace, WORKSPACE_BYTES, stream,
         )  # fmt: skip
 
@@ -155,6 +194,9 @@ class Product:
         count = np.zeros(1, np.int32)
         if self.shape.bias:
             self._set(self._bias_attribute, 256)  # any aligned address: alignment is asked about
+        if self.shape.operand.is_fp8:
+            for attribute in self._scales:
+                self._set(attribute, 256)
         lt.matmul_algo_get_heuristic(
             self._handle, self._descriptor, self._a, self._b, self._c, self._c, preference,
             CANDIDATES, found.ctypes.data, count.ctypes.data,
@@ -192,12 +234,13 @@ class Products:
         return list(self._plans)
 
     def __call__(
-        self, shape: Shape, out: int, x: int, y: int, *, stream: int, bias: int = 0
-    ) -> None:
+        self, shape: Shape, out: int, x: int, y: int, *, stream: int, bias: int = 0,
+        scales: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         """Launch a product (see `Product.__call__`); only plan it while launches are prepared."""
         plan = self.plan(shape)
         if not is_preparing():
-            plan(out, x, y, workspace=self.workspace, stream=stream, bias=bias)
+            plan(out, x, y, workspace=self.workspace, stream=stream, bias=bias, scales=scales)
 
     def tune(self, memory: int, *, stream: int) -> None:
         """Time the candidates of every shape in use that has no choice yet, and choose.
@@ -218,7 +261,7 @@ class Products:
         """Seconds of a launch with each candidate, in their order; memory as in `tune`."""
         s = plan.shape
         largest = max(s.N * s.M, s.N * s.K, s.M * s.K)
-        room = -(-largest * s.operand.itemsize // 256) * 256
+        room = -(-largest * max(s.operand.itemsize, s.out.itemsize) // 256) * 256
         seconds = []
         for candidate in range(plan.count):
             plan.choose(candidate)
@@ -228,6 +271,7 @@ class Products:
     def _time(self, plan: Product, memory: int, room: int, stream: int) -> float:
         """Best of a few timings of two launches in a row, a launch [s]."""
         bias = memory if plan.shape.bias else 0
+        scales = (memory, memory)[: 1 if plan.shape.codes else 2] if plan.shape.quantised else ()
         seconds = []
         for _ in range(TIMINGS):
             start, end = create_event(timing=True), create_event(timing=True)
@@ -235,7 +279,7 @@ class Products:
             for _ in range(2):
                 plan(
                     memory, memory + room, memory + 2 * room,
-                    workspace=self.workspace, stream=stream, bias=bias,
+                    workspace=self.workspace, stream=stream, bias=bias, scales=scales,
                 )  # fmt: skip
             record_event(end, stream)
             seconds.append(elapsed_seconds(start, end) / 2)

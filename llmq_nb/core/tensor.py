@@ -17,15 +17,18 @@ from llmq_nb.core.dtype import DType
 class Fp8Slot:
     """How a tensor enters FP8 products.
 
-    format: e4m3 or e5m2. absmax: one float32 (array of 1 or address). codes, codes_t: where the
-    engine keeps the quantised tensor and its transpose between producer and product; None: it makes
-    them on the fly.
+    format: e4m3 or e5m2. absmax, scale: one float32 each (array of 1 or address). codes, codes_t:
+    where the quantised tensor and its transpose go; None: the engine makes them on the fly. kept:
+    they hold from where the engine writes them (a weight's update, an input's forward product) to
+    where it reads them; else they are scratch.
     """
 
     format: DType
     absmax: Any
-    codes: Any = None
-    codes_t: Any = None
+    scale: Any = None
+    codes: "Tensor | None" = None
+    codes_t: "Tensor | None" = None
+    kept: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)

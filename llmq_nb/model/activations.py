@@ -50,9 +50,16 @@ class HeadActivations:
 
 @dataclasses.dataclass(slots=True)
 class Gradients:
-    """Gradients of activations, shared by all layers."""
+    """Gradients of one block's activations.
 
-    residual: Tensor  # (N, C) the residual stream's, updated in place from the head down
+    All layers share the memory; only the FP8 slots are a layer's own. The residual stream's
+    gradient is updated in place from the head down: residual, residual_mid and residual_in are one
+    buffer, named by what it holds (one absmax each).
+    """
+
+    residual: Tensor  # (N, C) of the block's output
+    residual_mid: Tensor  # (N, C) of residual + attn_out
+    residual_in: Tensor  # (N, C) of the block's input: `residual` of the block below
     norm_in: Tensor  # (N, C) of attn_in, mlp_in and head_in in turn
     heads: Tensor  # (N, (H + 2 G) D)
     qkv: Tensor  # the same tensor as heads unless the family has QK norm

@@ -61,7 +61,7 @@ def block_backward(
     *,
     accumulate: bool,
 ) -> None:
-    """The forward's list reversed. g.residual: of y going in, of x coming out. dw: (+)=."""
+    """The forward's list reversed: from g.residual to g.residual_in. dw: (+)=."""
     # y = h + Wdown act: the residual's gradient is also the product's
     ops.linear_backward(g.act, dw.down, None, g.residual, a.act, w.down, accumulate=accumulate)
     ops.swiglu_backward(g.gate_up, g.act, a.gate_up)
@@ -70,7 +70,7 @@ def block_backward(
     )
     # dh = dy + the norm's gradient, in place
     ops.rmsnorm_backward(
-        g.residual,
+        g.residual_mid,
         dw.mlp_norm,
         g.norm_in,
         g.residual,
@@ -79,7 +79,7 @@ def block_backward(
         a.mlp_rstd,
         accumulate=accumulate,
     )
-    ops.linear_backward(g.attn, dw.out, None, g.residual, a.attn, w.out, accumulate=accumulate)
+    ops.linear_backward(g.attn, dw.out, None, g.residual_mid, a.attn, w.out, accumulate=accumulate)
     ops.attention_backward(g.heads, g.attn, a.attn, a.lse, a.heads, segment_start)
     ops.rope_backward(g.heads, segment_start)
     if w.q_norm is not None and w.k_norm is not None and a.qk_rstd is not None:
@@ -100,10 +100,10 @@ def block_backward(
     )
     # dx = dh + the norm's gradient, in place
     ops.rmsnorm_backward(
-        g.residual,
+        g.residual_in,
         dw.attn_norm,
         g.norm_in,
-        g.residual,
+        g.residual_mid,
         a.residual,
         w.attn_norm,
         a.attn_rstd,

@@ -8,8 +8,9 @@ stream.
 Letters  N = B * T rows, C hidden, F feed-forward, H query heads, G key/value heads, D head_dim,
          V vocabulary.
 Rounding Arithmetic is float32; every output is rounded once to its storage format.
-FP8      A product is FP8 if its weight has an `fp8` slot: then x and dy have one too, each tensor
-         is scaled by its own absmax, and quantisation, layouts and absmax slots are the engine's.
+FP8      A product is FP8 if its weight has an `fp8` slot: then x and dy have one too, and each is
+         scaled by its own absmax. An operation raises the absmax of the slots of its outputs; a
+         product quantises its operands. Layouts and scratch are the engine's.
 """
 
 import dataclasses
@@ -51,6 +52,18 @@ class Ops(Protocol):
 
     def set_scalars(self, scalars: Scalars) -> None:
         """The values that the following operations use. (Recorded steps get theirs by copies.)"""
+        ...
+
+    def clear_absmax(self) -> None:
+        """Forget the absmax of activations and gradients: that of a micro-batch is its own."""
+        ...
+
+    def clear_weight_absmax(self) -> None:
+        """Forget the absmax of the weights, before all of them are updated."""
+        ...
+
+    def refresh_weights(self, weights: list[Tensor]) -> None:
+        """Find the absmax (and kept codes) of weights that something else than `adamw` wrote."""
         ...
 
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:

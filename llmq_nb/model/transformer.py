@@ -18,7 +18,10 @@ from llmq_nb.model.weights import Unit, WeightStore
 
 @dataclasses.dataclass(slots=True)
 class Transformer:
-    """config: the shape. dropped: activations that backward computes again."""
+    """config: the shape. blocks, g: each layer's activations and gradients.
+
+    dropped: activations that backward computes again.
+    """
 
     config: ModelConfig
     ops: Ops
@@ -27,11 +30,12 @@ class Transformer:
     gradients: WeightStore
     blocks: list[BlockActivations]
     head: HeadActivations
-    g: Gradients
+    g: list[Gradients]
     dropped: frozenset[str]
 
     def embed(self) -> None:
-        """The first residual: the embeddings of the tokens."""
+        """The first residual: the embeddings of the tokens. Every pass begins here."""
+        self.ops.clear_absmax()
         table = self.weights.get("embedding").table
         self.weights.gather(0)
         self.ops.embedding(self.blocks[0].residual, self.inputs.tokens, table)
@@ -70,7 +74,7 @@ class Transformer:
             )
             if dw is not None:
                 ops.linear_backward(
-                    self.g.norm_in.rows(*rows),
+                    self.g[-1].norm_in.rows(*rows),
                     dw.table,
                     None,
                     logits,
@@ -81,9 +85,9 @@ class Transformer:
         ops.reduce_loss(h.total, h.loss, h.lse, accumulate=accumulate)
         if dw is not None:
             ops.rmsnorm_backward(
-                self.g.residual,
+                self.g[-1].residual,
                 dw.final_norm,
-                self.g.norm_in,
+                self.g[-1].norm_in,
                 None,
                 h.residual,
                 w.final_norm,
@@ -110,7 +114,9 @@ class Transformer:
         w, dw, a = self.weights.get(layer), self.gradients.get(layer), self.blocks[layer]
         self.weights.gather(layer - 1 if layer else "embedding")
         recompute_block(a, w, self.ops, self.inputs.segment_start, self.dropped)
-        block_backward(self.g, dw, a, w, self.ops, self.inputs.segment_start, accumulate=accumulate)
+        block_backward(
+            self.g[layer], dw, a, w, self.ops, self.inputs.segment_start, accumulate=accumulate
+        )
         self.gradients.release(layer)
         self.weights.release(layer)
 
@@ -119,7 +125,7 @@ class Transformer:
         dtable = self.gradients.get("embedding").table
         self.ops.embedding_backward(
             dtable,
-            self.g.residual,
+            self.g[0].residual_in,
             self.inputs.tokens,
             self.inputs.order,
             accumulate=accumulate or self.config.tied,

@@ -16,9 +16,11 @@ from llmq_nb.core.dtype import M_GROUP, DType
 from llmq_nb.model.config import ALIGNMENT, ModelConfig
 from llmq_nb.model.parameters import Parameter, model_parameters
 from llmq_nb.model.recompute import dropped_activations
+from llmq_nb.plan.fp8 import BY_INPUT, SLOT_WORDS, fp8_layers, keeps_codes, padded_rows, slot_names
 
 Group = Literal[
     "weights",
+    "quants",
     "master",
     "m",
     "v",
@@ -69,7 +71,7 @@ class Plan:
 
 
 TRAINING: frozenset[Group] = frozenset(get_args(Group))
-INFERENCE = TRAINING - {"master", "m", "v", "gradients"}
+INFERENCE = TRAINING - {"quants", "master", "m", "v", "gradients"}
 
 
 def make_plan(
@@ -128,6 +130,8 @@ def activation_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
     ]
     out.append(Buffer("inputs/order", (N,), DType.INT32, "inputs"))
     out += block_buffers(config, model)
+    if slots := slot_names(config, model):
+        out.append(Buffer("fp8/slots", (len(slots), SLOT_WORDS), DType.FP32, "workspace"))
     logits = (head_rows(config), model.padded_vocab)
     out += [
         Buffer("head/residual", (N, C), dtype, "scratch", (HEAD, HEAD + 2)),
@@ -182,15 +186,25 @@ def block_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
         fields["qk_rstd"] = ((N, model.H + model.G), fp32, (1, BACKWARD + 7))
         fields["heads"] = ((N, heads), dtype, (1, BACKWARD + 6))
     dropped = dropped_activations(config.memory.recompute)
+    quantised = fp8_layers(config, model)
+    rows = padded_rows(config)
     out = []
     for name, (shape, field_dtype, lifetime) in fields.items():
+        layers = list(range(model.L))
         if name in dropped:
             out.append(Buffer(f"block/{name}", shape, field_dtype, "scratch", lifetime))
-        else:
+            continue
+        if quantised and keeps_codes(config, name):
+            read = (lifetime[0], BY_INPUT[name].forward)
+            out.append(Buffer(f"block/{name}", shape, field_dtype, "scratch", read))
             out += [
-                Buffer(f"block/{name}.{layer}", shape, field_dtype, "activations")
-                for layer in range(model.L)
+                Buffer(f"fp8/{name}_t.{layer}", (shape[1], rows), DType.E4M3, "activations")
+                for layer in quantised
             ]
+            layers = [layer for layer in layers if layer not in quantised]
+        out += [
+            Buffer(f"block/{name}.{layer}", shape, field_dtype, "activations") for layer in layers
+        ]
     out.append(Buffer("block/attn_out", (N, C), dtype, "scratch", (3, BACKWARD)))
     out.append(Buffer("block/down", (N, C), dtype, "scratch", (0, HEAD)))
     return out

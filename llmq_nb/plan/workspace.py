@@ -4,6 +4,7 @@ Scratch is one buffer: the operations that use it run one after the other on one
 comes from the kernels' own constants, never from the number of multiprocessors.
 """
 
+import dataclasses
 import math
 
 from llmq_nb.config import Config
@@ -17,11 +18,23 @@ from llmq_nb.kernels.rmsnorm_backward import rmsnorm_backward_scratch
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.scalars import SCALAR_WORDS
 from llmq_nb.model.parameters import model_parameters
-from llmq_nb.plan.buffers import Buffer
+from llmq_nb.plan.buffers import BACKWARD, Buffer
+from llmq_nb.plan.fp8 import (
+    PRODUCTS,
+    fp8_weights,
+    gradient_format,
+    keeps_codes,
+    keeps_quants,
+    largest_operand,
+    padded_rows,
+    recomputes_products,
+    weight_scratch,
+    widths,
+)
 
 
-def workspace_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
-    """Buffers that live for the whole run."""
+def workspace_buffers(config: Config, model: ModelConfig, *, quants: bool = True) -> list[Buffer]:
+    """The engine's own buffers. quants: keep the FP8 weights' codes if the config says so."""
     T, half = config.batch.seq_len, model.D // 2
     chunks = norm_chunks(model)
     words = -(-scratch_bytes(config, model) // 4)
@@ -33,7 +46,48 @@ def workspace_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
         Buffer("engine/norm_first", (len(chunks) + 1,), DType.INT32, "workspace"),
         Buffer("engine/scratch", (words,), DType.INT32, "workspace"),
         Buffer("engine/workspace", (WORKSPACE_BYTES // 4,), DType.INT32, "workspace"),
+        *fp8_buffers(config, model, quants=quants and keeps_quants(config)),
     ]
+
+
+def fp8_buffers(config: Config, model: ModelConfig, *, quants: bool) -> list[Buffer]:
+    """Codes: the weights' in both layouts where they are kept, and scratch for all others.
+
+    Scratch is named after the product that uses it: x is an input's codes in forward, x_t, dy and
+    dy_t are backward's, weight and weight_t are a weight's that is not kept.
+    """
+    weights = fp8_weights(config, model)
+    if not weights:
+        return []
+    out: list[Buffer] = []
+    rows, gradient = padded_rows(config), gradient_format(config)
+    again = recomputes_products(config)
+    whole = (1, BACKWARD + 8)
+
+    def scratch(name: str, shape: tuple[int, ...], dtype: DType, first: int, last: int) -> None:
+        out.append(Buffer(f"fp8/{name}", shape, dtype, "scratch", (first, last)))
+
+    if quants:
+        for p in weights:
+            out.append(Buffer(f"quants/{p.name}", p.shape, DType.E4M3, "quants"))
+            out.append(Buffer(f"quants_t/{p.name}", p.shape[::-1], DType.E4M3, "quants"))
+    else:
+        scratch("weight", (weight_scratch(model),), DType.E4M3, *whole)
+    for product in PRODUCTS:
+        M, K = widths(model)[product.weight]
+        name, now = product.weight, product.backward
+        scratch(f"x.{name}", (rows, K), DType.E4M3, product.forward, product.forward)
+        if again:  # the same place serves the recomputation
+            out[-1] = dataclasses.replace(out[-1], lifetime=(product.forward, BACKWARD))
+        if not keeps_codes(config, product.x):
+            scratch(f"x_t.{name}", (K, rows), DType.E4M3, now, now)
+        scratch(f"dy.{name}", (rows, M), gradient, now, now)
+        scratch(f"dy_t.{name}", (M, rows), gradient, now, now)
+    if config.precision.fp8_units == "emulate":
+        operands = (2, largest_operand(config, model))
+        scratch("decoded", operands, DType.BF16, *whole)
+        out.append(Buffer("fp8/alpha", (4,), DType.FP32, "workspace"))
+    return out
 
 
 def scratch_bytes(config: Config, model: ModelConfig) -> int:

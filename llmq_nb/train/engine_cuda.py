@@ -96,6 +96,9 @@ class CudaEngine:
         self._ring = _Ring(self.tensors, self.stream)
         self._graphs: dict[str, Graph] = {}
         self._eager = config.run.cuda_graphs is False
+        self._fp8_weights = self.ranks[0].fp8_weights
+        self._stale = True
+        """Whether weights were written since their absmax (and codes) were found."""
         self.host_seconds = 0.0
         """Python's time for the last step: what was spent before waiting for the GPU."""
         self._prepare()
@@ -113,6 +116,7 @@ class CudaEngine:
         self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
     ) -> StepResult:
         self.device.make_current()
+        self._refresh_weights()
         start = time.perf_counter()
         for m in range(batch.tokens.shape[0]):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
@@ -129,6 +133,7 @@ class CudaEngine:
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
     ) -> float:
         self.device.make_current()
+        self._refresh_weights()
         order = np.zeros(tokens.size, np.int32)  # only a backward reads it
         self._ring.send(tokens, targets, segment_start, order, Scalars())
         self._run("evaluation step", lambda: evaluation_step(self.ranks))
@@ -141,10 +146,12 @@ class CudaEngine:
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
         self.device.make_current()
+        self._stale = True
         self.ops.write(tensor, array)
 
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
         self.device.make_current()
+        self._stale = True
         self.ops.fill_normal(tensor, std=std, tensor_id=tensor_id)
 
     def close(self) -> None:
@@ -155,6 +162,11 @@ class CudaEngine:
         self._graphs.clear()
         self._ring.close()
         free(self.base)
+
+    def _refresh_weights(self) -> None:
+        if self._stale and self._fp8_weights:
+            self.ops.refresh_weights(self._fp8_weights)
+        self._stale = False
 
     def _prepare(self) -> None:
         """Load every kernel and choose every product before anything is captured."""
@@ -194,6 +206,8 @@ def prepare_steps(ranks: list[Rank]) -> None:
             micro_step(ranks, first=first)
         optimizer_step(ranks)
         evaluation_step(ranks)
+        for rank in ranks:
+            rank.ops.refresh_weights(rank.fp8_weights)
 
 
 def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str], None]) -> int:
@@ -217,13 +231,16 @@ def allocate_cuda(
 ) -> tuple[CudaOps, dict[str, Tensor], Callable[[], None]]:
     """Memory and operations of an eager rank on the current GPU, and what frees the memory."""
     device = current_device()
-    plan = make_plan(config, model, groups, extra=workspace_buffers(config, model))
+    extra = workspace_buffers(config, model, quants=False)
+    plan = make_plan(config, model, groups, extra=extra)
     _check_memory(plan, device)
     base = allocate(plan.total)
     check(driver().cuMemsetD8(base, 0, plan.total), "clearing device memory")
     check(driver().cuCtxSynchronize(), "clearing device memory")
     tensors = _tensors(plan, base) | dict(shared)
-    ops = CudaOps(config, model, tensors, device=device, stream=int(create_stream()))
+    ops = CudaOps(
+        config, model, tensors, device=device, stream=int(create_stream()), measures_weights=True
+    )
     ops.write_tables()
 
     def close() -> None:

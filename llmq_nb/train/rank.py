@@ -6,15 +6,13 @@ same for all.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
 
 from llmq_nb.config import Config
-from llmq_nb.core.dtype import DType
 from llmq_nb.core.host import check_host_memory
-from llmq_nb.core.tensor import Fp8Slot, Tensor
+from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.activations import BlockActivations, Gradients, HeadActivations
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.ops import Inputs, Ops
@@ -23,10 +21,7 @@ from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.model.transformer import Transformer
 from llmq_nb.model.weights import ResidentStore
 from llmq_nb.plan.buffers import Plan, has_master
-
-FP8_WEIGHTS = ("qkv", "out", "gate_up", "down")
-FP8_ACTIVATIONS = ("attn_in", "attn", "mlp_in", "act")
-FP8_GRADIENTS = ("residual", "qkv", "gate_up")
+from llmq_nb.train.fp8_slots import Fp8Slots
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,6 +48,13 @@ class Rank:
     norm_total: Tensor
 
     @property
+    def fp8_weights(self) -> list[Tensor]:
+        """The weights of FP8 products, in forward order."""
+        units = (self.model.weights.get(layer) for layer in range(self.model.config.L))
+        fields = (w for unit in units for w in (unit.qkv, unit.out, unit.gate_up, unit.down))
+        return [w for w in fields if w.fp8 is not None]
+
+    @property
     def ops(self) -> Ops:
         return self.model.ops
 
@@ -72,14 +74,15 @@ def allocate(plan: Plan) -> dict[str, Tensor]:
 
 def make_rank(config: Config, model: ModelConfig, tensors: dict[str, Tensor], ops: Ops) -> Rank:
     """Wire a rank that holds everything; an inference plan gives one without gradients."""
-    if config.precision.matmul == "e4m3":
-        _add_fp8_slots(config, model, tensors)
+    tensors = dict(tensors)
+    slots = Fp8Slots(config, model, tensors)
+    slots.give_weights()
     parameters = model_parameters(model)
     training = f"gradients/{parameters[0].name}" in tensors
     blocks = [_block(tensors, model, layer) for layer in range(model.L)]
+    for layer, block in enumerate(blocks):
+        slots.give_activations(block, layer)
     head = HeadActivations(*(tensors[f"head/{f}"] for f in _fields(HeadActivations)))
-    gradients = {f: tensors[f"g/{f}"] for f in _fields(Gradients) if f"g/{f}" in tensors}
-    gradients.setdefault("qkv", gradients["heads"])
     transformer = Transformer(
         config=model,
         ops=ops,
@@ -88,7 +91,7 @@ def make_rank(config: Config, model: ModelConfig, tensors: dict[str, Tensor], op
         gradients=_store(model, parameters, tensors, "gradients" if training else "weights"),
         blocks=blocks,
         head=head,
-        g=Gradients(**gradients),
+        g=_gradients(tensors, model, slots),
         dropped=dropped_activations(config.memory.recompute),
     )
     ids = tensor_ids(parameters)
@@ -120,6 +123,23 @@ def _block(tensors: dict[str, Tensor], model: ModelConfig, layer: int) -> BlockA
     return BlockActivations(**found)
 
 
+def _gradients(tensors: dict[str, Tensor], model: ModelConfig, slots: Fp8Slots) -> list[Gradients]:
+    """Each layer's gradients: one memory, and a layer's own slots."""
+    residual, heads = tensors["g/residual"], tensors["g/heads"]
+    shared = {name: tensors[f"g/{name}"] for name in ("norm_in", "attn", "gate_up", "act")}
+    qkv = tensors.get("g/qkv", heads)
+    out: list[Gradients] = []
+    for layer in range(model.L):
+        below = out[-1].residual if out else residual
+        g = Gradients(
+            residual=residual, residual_mid=residual, residual_in=below, heads=heads, qkv=qkv,
+            **shared,
+        )  # fmt: skip
+        slots.give_gradients(g, layer)
+        out.append(g)
+    return out
+
+
 def _state(config: Config, p: Parameter, tensor_id: int, tensors: dict[str, Tensor]) -> State:
     weight = tensors[f"weights/{p.name}"]
     return State(
@@ -132,22 +152,3 @@ def _state(config: Config, p: Parameter, tensor_id: int, tensors: dict[str, Tens
         v=tensors[f"v/{p.name}"],
         gradient=tensors[f"gradients/{p.name}"],
     )
-
-
-def _add_fp8_slots(config: Config, model: ModelConfig, tensors: dict[str, Tensor]) -> None:
-    """Mark the inputs of FP8 products. A product is FP8 if its weight has a slot."""
-    exact = {layer % model.L for layer in config.precision.bf16_layers}
-    gradient = DType(config.precision.gradient)
-    for p in model_parameters(model):
-        if p.layer is not None and p.layer not in exact and p.field in FP8_WEIGHTS:
-            tensors[f"weights/{p.name}"].fp8 = _slot(DType.E4M3)
-    for name, tensor in tensors.items():
-        group, _, field = name.partition("/")
-        if group == "block" and field.partition(".")[0] in FP8_ACTIVATIONS:
-            tensor.fp8 = _slot(DType.E4M3)
-        elif group == "g" and (field in FP8_GRADIENTS or field == "heads" and not model.qk_norm):
-            tensor.fp8 = _slot(gradient)
-
-
-def _slot(dtype: DType) -> Fp8Slot:
-    return Fp8Slot(dtype, np.full(1, math.nan, np.float32))

@@ -24,6 +24,7 @@ def micro_step(ranks: Sequence[Rank], *, first: bool) -> None:
 def optimizer_step(ranks: Sequence[Rank]) -> None:
     """Norm, clip factor and update. Nothing is written if the norm is not finite."""
     for rank in ranks:
+        rank.ops.clear_weight_absmax()
         rank.ops.global_norm(rank.norms, rank.norm_total, [s.gradient for s in rank.states])
         for s in rank.states:
             rank.ops.adamw(

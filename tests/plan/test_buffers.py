@@ -67,7 +67,7 @@ class Recorder:
     def __getattr__(self, name):
         method = getattr(self._ops, name)
         if name not in WRITES:
-            assert not callable(method) or name == "set_scalars", name
+            assert not callable(method) or name in ("set_scalars", "clear_absmax"), name
             return method
 
         def call(*args, **scalars):
@@ -76,6 +76,8 @@ class Recorder:
             for i, t in enumerate(args):
                 if not isinstance(t, Tensor):
                     continue
+                if name == "linear_backward" and i == 4 and t.fp8 is not None and t.fp8.kept:
+                    continue  # its codes are read
                 if i in outputs:
                     (whole if t.size == self._sizes[t.name] else part).add(t.name)
                 else:
@@ -102,8 +104,10 @@ def needed(events, name):
     return spans if start is None else [*spans, (start, last)]
 
 
-def record(model, recompute, head_chunks, groups=None):
-    config = make_config(micro_batch=2, seq_len=17, recompute=recompute, head_chunks=head_chunks)
+def record(model, recompute, head_chunks, groups=None, precision="fp32"):
+    config = make_config(
+        micro_batch=2, seq_len=17, recompute=recompute, head_chunks=head_chunks, precision=precision
+    )
     plan = make_plan(config, model) if groups is None else make_plan(config, model, groups)
     recorder = Recorder(CpuOps(model, config.optimizer, seq_len=17, seed=1), plan.buffers)
     rank = make_rank(config, model, allocate(plan), recorder)  # type: ignore[arg-type]
@@ -130,12 +134,12 @@ def check(plan, events):
 
 
 @pytest.mark.parametrize("model_name", MODELS)
-@pytest.mark.parametrize("head_chunks", [1, 3])
-def test_lifetimes_hold_what_the_operations_need(model_name, head_chunks):
+@pytest.mark.parametrize(("head_chunks", "precision"), [(1, "fp32"), (3, "fp32"), (3, "e4m3")])
+def test_lifetimes_hold_what_the_operations_need(model_name, head_chunks, precision):
     """Every subset of recompute; and every scratch buffer is used."""
     subsets = SUBSETS if head_chunks == 1 else SUBSETS[::7]
     for subset in subsets:
-        plan, events = record(MODELS[model_name], subset, head_chunks)
+        plan, events = record(MODELS[model_name], subset, head_chunks, precision=precision)
         spans = check(plan, events)
         assert all(spans.values()), [name for name, s in spans.items() if not s]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmq_nb.core.rounding import absmax, quantize, to_float32
+from llmq_nb.core.rounding import absmax, quantize, scales, to_float32
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.engine_cpu.rows import accumulated, each_rows, product
 
@@ -24,7 +24,18 @@ def operand(tensor: Tensor, *, fp8: bool) -> tuple[Float, np.float32]:
     assert tensor.fp8 is not None, f"{tensor.name} feeds an FP8 product and has no FP8 slot"
     tensor.fp8.absmax[0] = absmax(tensor.data)
     codes, scale = quantize(tensor.data, tensor.fp8.format, tensor.fp8.absmax[0])
+    if tensor.fp8.kept and tensor.fp8.codes_t is not None:
+        tensor.fp8.codes_t.data[:, : codes.shape[0]] = codes.T
     return codes.astype(np.float32), scale
+
+
+def kept_operand(tensor: Tensor, *, fp8: bool) -> tuple[Float, np.float32]:
+    """`operand` of an input in backward: where forward kept the codes, its values are gone."""
+    slot = tensor.fp8
+    if not fp8 or slot is None or not slot.kept or slot.codes_t is None:
+        return operand(tensor, fp8=fp8)
+    codes = slot.codes_t.data[:, : tensor.shape[0]].T
+    return codes.astype(np.float32), scales(slot.absmax[0], slot.format)[0]
 
 
 def linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -42,7 +53,7 @@ def linear_backward(
     """dweight (+)= dy^T x; dx = dy weight."""
     fp8 = weight.fp8 is not None
     dys, dy_scale = operand(dy, fp8=fp8)
-    xs, x_scale = operand(x, fp8=fp8)
+    xs, x_scale = kept_operand(x, fp8=fp8)
     ws, w_scale = operand(weight, fp8=fp8)
     product(dweight.data, dys.T, xs, scale=dy_scale * x_scale, accumulate=accumulate)
     product(dx.data, dys, ws, scale=dy_scale * w_scale)

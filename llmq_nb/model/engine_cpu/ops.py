@@ -32,6 +32,15 @@ class CpuOps:
     def set_scalars(self, scalars: Scalars) -> None:
         self.scalars = scalars
 
+    def clear_absmax(self) -> None:
+        """Nothing to do: a product finds the absmax of its operands itself."""
+
+    def clear_weight_absmax(self) -> None:
+        """Nothing to do, as for `clear_absmax`."""
+
+    def refresh_weights(self, weights: list[Tensor]) -> None:
+        """Nothing to do: a product quantises its weight each time."""
+
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         x.data[...] = table.data[tokens.data.reshape(-1)]
 

@@ -30,6 +30,7 @@ from llmq_nb.kernels import (
 from llmq_nb.kernels.matmul import Products, Shape
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
+from llmq_nb.model.engine_cuda.fp8 import Fp8Products
 from llmq_nb.model.engine_cuda.scalars import SCALARS, pack_scalars
 from llmq_nb.model.ops import Scalars
 from llmq_nb.model.parameters import model_parameters
@@ -47,7 +48,9 @@ class CudaOps:
         device: Device,
         stream: int,
         tuning: dict[str, int] | None = None,
+        measures_weights: bool = False,
     ) -> None:
+        """measures_weights: of `Fp8Products`, for a rank whose weights another one may change."""
         self.config, self.model, self.optimizer = config, model, config.optimizer
         self.device, self.stream = device, stream
         self.B, self.T = config.batch.micro_batch, config.batch.seq_len
@@ -65,6 +68,9 @@ class CudaOps:
         self.products = Products(
             device=device.ordinal, workspace=tensors["engine/workspace"].data, choices=tuning
         )
+        self.fp8 = Fp8Products(
+            config, model, tensors, self.products, stream=stream, measures_weights=measures_weights
+        )
 
     def set_scalars(self, scalars: Scalars) -> None:
         self.write(self._scalars, pack_scalars(scalars).view(np.int32))
@@ -80,6 +86,18 @@ class CudaOps:
             (self._cos, self._sin), rope_tables(self.model, self.T), strict=True
         ):
             self.write(tensor, table)
+
+    def clear_absmax(self) -> None:
+        self.fp8.clear(weights=False)
+
+    def clear_weight_absmax(self) -> None:
+        self.fp8.clear(weights=True)
+
+    def refresh_weights(self, weights: list[Tensor]) -> None:
+        self.fp8.clear(weights=True)
+        for weight in weights:
+            self.fp8.measure(weight)
+            self.fp8.update_weight(weight)
 
     # ---- embedding, norms ----------------------------------------------------------------------
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
@@ -101,7 +119,7 @@ class CudaOps:
         rows, C = x.shape
         rmsnorm.rmsnorm_forward_launch(
             y.data, rstd.data, x.data, weight.data, rows=rows, C=C, eps=self.model.norm_eps,
-            **self._common(x),
+            absmax=_absmax(y), **self._common(x),
         )  # fmt: skip
 
     def residual_rmsnorm(
@@ -116,7 +134,7 @@ class CudaOps:
         rows, C = x.shape
         rmsnorm.residual_rmsnorm_forward_launch(
             residual_out.data, y.data, rstd.data, residual.data, x.data, weight.data,
-            rows=rows, C=C, eps=self.model.norm_eps, **self._common(x),
+            rows=rows, C=C, eps=self.model.norm_eps, absmax=_absmax(y), **self._common(x),
         )  # fmt: skip
 
     def rmsnorm_backward(
@@ -135,7 +153,7 @@ class CudaOps:
         rmsnorm_backward.rmsnorm_backward_launch(
             dx.data, dweight.data, dy.data, dresidual.data if dresidual else 0, x.data,
             weight.data, rstd.data, scratch=self._scratch, rows=rows, C=C, accumulate=accumulate,
-            grad_dtype=dweight.dtype, **self._common(x),
+            grad_dtype=dweight.dtype, absmax=_absmax(dx), **self._common(x),
         )  # fmt: skip
 
     def qk_norm(
@@ -162,8 +180,8 @@ class CudaOps:
         qk_norm.qk_norm_backward_launch(
             dqkv.data, dq_weight.data, dk_weight.data, dheads.data, qkv.data, q_weight.data,
             k_weight.data, rstd.data, scratch=self._scratch, rows=qkv.shape[0],
-            accumulate=accumulate, grad_dtype=dq_weight.dtype, **self._heads(),
-            **self._common(qkv),
+            accumulate=accumulate, grad_dtype=dq_weight.dtype, absmax=_absmax(dqkv),
+            **self._heads(), **self._common(qkv),
         )  # fmt: skip
 
     # ---- attention -----------------------------------------------------------------------------
@@ -178,12 +196,14 @@ class CudaOps:
             dheads.data, self._cos.data, self._sin.data, segment_start.data, rows=dheads.shape[0],
             T=self.T, **self._heads(), **self._common(dheads),
         )  # fmt: skip
+        self.fp8.measure(dheads)
 
     def attention(self, out: Tensor, lse: Tensor, heads: Tensor, segment_start: Tensor) -> None:
         attention.attention_launch(
             out.data, lse.data, heads.data, segment_start.data, B=self.B, T=self.T,
             **self._heads(), **self._common(heads),
         )  # fmt: skip
+        self.fp8.measure(out)
 
     def attention_backward(
         self,
@@ -201,6 +221,9 @@ class CudaOps:
 
     # ---- products ------------------------------------------------------------------------------
     def linear(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        if weight.fp8 is not None:
+            self.fp8.linear(y, x, weight, bias)
+            return
         N, M, K = x.shape[0], *weight.shape
         shape = Shape("forward", N, M, K, x.dtype, y.dtype, bias=bias is not None)
         address = bias.data if bias is not None else 0
@@ -218,10 +241,13 @@ class CudaOps:
         accumulate: bool,
     ) -> None:
         N, M, K = x.shape[0], *weight.shape
-        shape = Shape("wgrad", N, M, K, x.dtype, dweight.dtype, accumulate=accumulate)
-        self.products(shape, dweight.data, dy.data, x.data, stream=self.stream)
-        shape = Shape("dgrad", N, M, K, x.dtype, dx.dtype)
-        self.products(shape, dx.data, dy.data, weight.data, stream=self.stream)
+        if weight.fp8 is not None:
+            self.fp8.linear_backward(dx, dweight, dy, x, weight, accumulate=accumulate)
+        else:
+            shape = Shape("wgrad", N, M, K, x.dtype, dweight.dtype, accumulate=accumulate)
+            self.products(shape, dweight.data, dy.data, x.data, stream=self.stream)
+            shape = Shape("dgrad", N, M, K, x.dtype, dx.dtype)
+            self.products(shape, dx.data, dy.data, weight.data, stream=self.stream)
         if dbias is not None:
             bias.bias_backward_launch(
                 dbias.data, dy.data, scratch=self._scratch, rows=N, M=M, accumulate=accumulate,
@@ -230,13 +256,16 @@ class CudaOps:
 
     def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
         rows, F = y.shape
-        swiglu.swiglu_forward_launch(y.data, gate_up.data, rows=rows, F=F, **self._common(y))
+        swiglu.swiglu_forward_launch(
+            y.data, gate_up.data, rows=rows, F=F, absmax=_absmax(y), **self._common(y)
+        )
 
     def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
         rows, F = dy.shape
         swiglu.swiglu_backward_launch(
-            dgate_up.data, dy.data, gate_up.data, rows=rows, F=F, **self._common(dy)
-        )
+            dgate_up.data, dy.data, gate_up.data, rows=rows, F=F, absmax=_absmax(dgate_up),
+            **self._common(dy),
+        )  # fmt: skip
 
     # ---- loss ----------------------------------------------------------------------------------
     def cross_entropy(
@@ -284,8 +313,10 @@ class CudaOps:
             m_scale=m_scale.data if m_scale is not None else 0, beta1=o.beta1, beta2=o.beta2,
             epsilon=o.epsilon, decay=o.weight_decay if decayed else 0.0,
             seed=self.config.run.seed, tensor=tensor_id, master_dtype=master.dtype,
-            m_dtype=m.dtype, v_dtype=v.dtype, grad_dtype=grad.dtype, stream=self.stream,
+            m_dtype=m.dtype, v_dtype=v.dtype, grad_dtype=grad.dtype, absmax=_absmax(weight),
+            stream=self.stream,
         )  # fmt: skip
+        self.fp8.update_weight(weight)
 
     # ---- memory --------------------------------------------------------------------------------
     def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
@@ -326,3 +357,8 @@ class CudaOps:
 
     def _heads(self) -> dict[str, int]:
         return {"H": self.model.H, "G": self.model.G, "D": self.model.D}
+
+
+def _absmax(tensor: Tensor) -> int:
+    """Where a kernel leaves the absmax of its output; 0: nowhere."""
+    return tensor.fp8.absmax if tensor.fp8 is not None else 0
