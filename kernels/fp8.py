@@ -1,8 +1,8 @@
 """FP8 codes in registers: float32 -> e4m3 / e5m2, by the card's instruction or bit for bit in
 software.
 
-    code = nearest value to x, ties to even, |x| above the largest finite value saturates, NaN ->
-    NaN
+    code = nearest value to x, ties to even; |x| above the largest finite value saturates,
+           NaN -> 0x7F, a NaN in both formats
 
 Software (cards before compute capability 8.9): normal numbers round by an integer addition to the
 float32 pattern, subnormal ones by a float32 addition of 2^(step + 23), whose last place is the
@@ -27,7 +27,7 @@ from llmq_nb.kernels.ptx import (
     e4m3x4,
     e5m2x4,
     f2u,
-    fmax,
+    ldg32,
     ldg32f,
     mul_rn,
     u2f,
@@ -40,7 +40,7 @@ MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
 BIAS = {"e4m3": 7, "e5m2": 15}
 LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}  # 448, 57344
 NAN_CODE = np.uint32(0x7F)
-FLOOR = np.float32(ABSMAX_FLOOR)
+FLOOR_BITS = np.float32(ABSMAX_FLOOR).view(np.uint32)
 MAGNITUDE, SIGN_SHIFT, SIGN = np.uint32(0x7FFFFFFF), np.uint32(24), np.uint32(0x80)
 INFINITY, ONE_BIT = np.uint32(0x7F800000), np.uint32(1)
 CODE_MAGNITUDE, SIGN_UP = np.uint32(0x7F), np.uint32(24)
@@ -64,12 +64,13 @@ def has_units() -> bool:
 
 def make_inv_scale(format: str) -> Any:
     """Device function inv_scale(slot): FP8_MAX / max(absmax, 1e-30), absmax the float32 at an
-    address."""
+    address; NaN if that is NaN."""
     FP8_LARGEST = largest(format)
 
     @cuda.jit(device=True)
     def inv_scale(slot):
-        return div_rn(FP8_LARGEST, fmax(ldg32f(slot), FLOOR))
+        # of the bits, in which a NaN is the largest: max.f32 would give the floor
+        return div_rn(FP8_LARGEST, u2f(max(ldg32(slot), FLOOR_BITS)))
 
     return inv_scale
 
@@ -105,8 +106,8 @@ def _make_encode(format: str) -> Any:
         else:
             odd = (magnitude >> DROPPED) & ONE_BIT
             code = np.uint32((np.uint32(magnitude + HALF + odd) >> DROPPED) - REBIAS)
-        code = min(code, LARGEST)
-        return np.uint32((NAN_CODE if magnitude > INFINITY else code) | sign)
+        code = np.uint32(min(code, LARGEST) | sign)
+        return NAN_CODE if magnitude > INFINITY else code  # one NaN, as the card's conversion
 
     return encode
 
