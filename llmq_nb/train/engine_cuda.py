@@ -45,6 +45,7 @@ from llmq_nb.core.sizes import format_bytes
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import StepBatch
 from llmq_nb.kernels.cache import cache_folder, write_atomically
+from llmq_nb.kernels.fp8 import UNITS_CC
 from llmq_nb.kernels.launch import loaded, preparing
 from llmq_nb.kernels.matmul import library_version
 from llmq_nb.model.config import ModelConfig
@@ -81,8 +82,9 @@ class CudaEngine:
         ordinal: int = 0,
         tuning: dict[str, int] | None = None,
     ) -> None:
-        self.config, self.model = config, model
         self.device = open_device(ordinal)
+        config = with_fp8_units(config, self.device)
+        self.config, self.model = config, model
         self.plan = make_plan(config, model, extra=workspace_buffers(config, model))
         _check_memory(self.plan, self.device)
         self.base = allocate(self.plan.total)
@@ -199,6 +201,19 @@ class CudaEngine:
         graph.launch(self.stream)
 
 
+def with_fp8_units(config: Config, device: Device) -> Config:
+    """The config with `precision.fp8_units` resolved for a GPU. UserError: it has none."""
+    p = config.precision
+    if p.matmul != "e4m3":
+        return config
+    has = device.cc >= UNITS_CC
+    if p.fp8_units == "hardware" and not has:
+        what = f"{device.name} has no FP8 units"
+        raise UserError(what, where="precision.fp8_units", mend="set it to auto or emulate")
+    units = p.fp8_units if p.fp8_units != "auto" else "hardware" if has else "emulate"
+    return dataclasses.replace(config, precision=dataclasses.replace(p, fp8_units=units))
+
+
 def prepare_steps(ranks: list[Rank]) -> None:
     """Run every step with launches left out: kernels compile and load, products are planned."""
     with preparing():
@@ -216,6 +231,7 @@ def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str]
     announce: takes the name of each kernel once it is ready.
     """
     device = open_device((config.parallel.devices or (0,))[0])
+    config = with_fp8_units(config, device)
     plan = make_plan(config, model, extra=workspace_buffers(config, model))
     tensors = _tensors(plan, 1 << 20)  # any aligned address: nothing is launched
     ops = CudaOps(config, model, tensors, device=device, stream=int(create_stream()))
@@ -231,6 +247,7 @@ def allocate_cuda(
 ) -> tuple[CudaOps, dict[str, Tensor], Callable[[], None]]:
     """Memory and operations of an eager rank on the current GPU, and what frees the memory."""
     device = current_device()
+    config = with_fp8_units(config, device)
     extra = workspace_buffers(config, model, quants=False)
     plan = make_plan(config, model, groups, extra=extra)
     _check_memory(plan, device)

@@ -141,16 +141,14 @@ def _cuda_obstacle(config: Config, model: ModelConfig) -> UserError | None:
     if model.D not in CUDA_HEAD_DIMS:
         mend = f"the GPU's attention has {' and '.join(map(str, CUDA_HEAD_DIMS))}"
         return UserError(f"head_dim {model.D}", where="run.device", mend=mend)
-    if config.precision.matmul == "e4m3":
-        mend = "leave it out to train in BF16"
-        return UserError("FP8 on the GPU is not part of this version", where="precision", mend=mend)
     if config.memory.offload:
         mend = "leave it out; memory.recompute and memory.head_chunks save device memory"
         return UserError("offload is not part of this version", where="memory.offload", mend=mend)
     try:
         from llmq_nb.core.device import open_device
+        from llmq_nb.train.engine_cuda import with_fp8_units
 
-        open_device((config.parallel.devices or (0,))[0])
+        with_fp8_units(config, open_device((config.parallel.devices or (0,))[0]))
     except UserError as error:
         return error
     except Exception as error:  # whatever a broken driver answers, the cpu still trains
