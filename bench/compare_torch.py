@@ -1,16 +1,14 @@
-"""The cuda engine beside PyTorch on the same GPU, weights and tokens: gradients, and a loss curve.
+"""The cuda engine's gradients beside PyTorch's on the same GPU, weights and tokens.
 
     python -m bench.compare_torch            (needs torch and transformers; neither is a dependency)
 
-1. Gradients of transformers' own Qwen2 and Qwen3 models: FP32 against FP32; and BF16, ours and
-   PyTorch's, both against PyTorch's FP32.
-2. 200 optimizer steps on the standard library's text: PyTorch in FP32, PyTorch in BF16 autocast,
-   ours in BF16 with FP32 master weights. The band is PyTorch's own BF16 against FP32.
-One JSON line a figure.
+Gradients of transformers' own Qwen2 and Qwen3 models: FP32 against FP32; and BF16, ours and
+PyTorch's, both against PyTorch's FP32. Loss curves are in compare_curves. One JSON line a figure.
 """
 
 import json
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,9 +70,14 @@ def hf_model(model: ModelConfig, seed: int = 0) -> Any:
 
 
 def ours(
-    hf: Any, model: ModelConfig, batch: int, length: int, dtype: Literal["bf16", "fp32"]
+    hf: Any,
+    model: ModelConfig,
+    batch: int,
+    length: int,
+    dtype: Literal["bf16", "fp32"],
+    change: Callable[[Config], Config] = lambda config: config,
 ) -> CudaEngine:
-    """Our engine with the model's weights; master weights and states in FP32."""
+    """Our engine with the model's weights; master weights and states in FP32 unless `change`d."""
     config = Config(
         model=ModelSection(path="comparison"),
         data=DataConfig(train="comparison"),
@@ -82,7 +85,7 @@ def ours(
         precision=PrecisionConfig(dtype=dtype),
         optimizer=OptimizerConfig(learning_rate=RATE, weight_decay=0.1),
     )
-    engine = CudaEngine(config, model)
+    engine = CudaEngine(change(config), model)
     weights = {k: v.detach().float().cpu().numpy() for k, v in hf.state_dict().items()}
     states = engine.states
     set_weights(engine, ((s.parameter, fused(s.parameter, weights)) for s in states))
@@ -145,53 +148,7 @@ def text() -> np.ndarray:
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8).astype(np.int64)
 
 
-def rate_of(step: int) -> float:
-    return RATE * min(1.0, (step + 1) / WARM_UP)
-
-
-def curve() -> None:
-    stream, rng = text(), np.random.default_rng(1)
-    starts = rng.integers(0, stream.size - T - 1, (STEPS, B))
-    windows = stream[starts[..., None] + np.arange(T + 1)]
-    hf = hf_model(CURVE)
-    losses: dict[str, list[float]] = {}
-    for name, autocast in (("torch fp32", False), ("torch bf16", True)):
-        run = hf_model(CURVE)
-        run.load_state_dict(hf.state_dict())
-        decayed = [p for p in run.parameters() if p.ndim == 2]
-        rest = [p for p in run.parameters() if p.ndim != 2]
-        groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-        losses[name] = []
-        for step, w in enumerate(windows):
-            for group in optimizer.param_groups:
-                group["lr"] = rate_of(step)
-            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-                loss = torch_loss(run, w[:, :-1], w[:, 1:])
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(run.parameters(), 1.0)
-            optimizer.step()
-            losses[name].append(float(loss))
-    engine = ours(hf, CURVE, B, T, "bf16")
-    losses["ours bf16"] = [
-        engine.train_step(
-            batch_of(w[:, :-1], w[:, 1:]), step=i, updates=i, learning_rate=rate_of(i)
-        ).loss
-        for i, w in enumerate(windows)
-    ]
-    engine.close()
-    truth = np.array(losses["torch fp32"])
-    for name, values in losses.items():
-        gap = np.abs(np.array(values) - truth)
-        line = {"curve": name, "first": values[0], "last_20": float(np.mean(values[-20:]))}
-        line |= {"mean_gap": float(gap.mean()), "largest_gap": float(gap.max())}
-        print(json.dumps(line), flush=True)
-    print(json.dumps({"losses": {k: np.round(v, 4).tolist() for k, v in losses.items()}}))
-
-
 if __name__ == "__main__":
     torch.backends.cuda.matmul.allow_tf32 = False
     for shape in SMALL:
         gradients(shape)
-    curve()
