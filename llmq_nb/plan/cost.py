@@ -8,6 +8,9 @@ Each tensor is read once and written once where an operation must; launches are 
 operation, two for a product's backward. This is the budget that `bench step --breakdown` compares
 with, what `plan` predicts from, and what `memory.policy = "auto"` chooses by.
 
+FP8 codes are written from BF16 values in one pass a tensor, or two where a layout is not kept; the
+absmax is found by whoever produces the tensor.
+
 Source   The formulas and the H200's rates are those of the project's step_budget.py (facts about
          what was measured); recomputation, the optimizer step and small shapes are added here.
 """
@@ -22,6 +25,7 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.plan.buffers import has_master, head_rows
+from llmq_nb.plan.fp8 import BY_WEIGHT, fp8_layers, keeps_codes, widths
 from llmq_nb.plan.rates import PROMOTED, Rates, at
 
 GAP = 1e-6
@@ -76,8 +80,10 @@ def optimizer_work(config: Config, model: ModelConfig, rates: Rates) -> list[Wor
         Work("adamw", "optimizer", sum(m.stream(n * (grad + state + copy)) for n in sizes)),
     ]
     if m.fp8_layers:
-        each = [m.stream(rows * columns * (2 + 1 + 1)) for rows, columns in m.matrices.values()]
-        out.append(Work("quantize weights", "quantise", m.fp8_layers * sum(each)))
+        out.append(Work("clear_weight_absmax", "quantise", m.stream(0)))
+        if config.memory.keep_quants:  # adamw writes the codes of what it updates, in both layouts
+            both = sum(m.stream(M * K * (2 + 1 + 1)) for M, K in m.widths.values())
+            out.append(Work("adamw", "quantise", m.fp8_layers * both))
     return out
 
 
@@ -122,23 +128,16 @@ class _Model:
         b, p = config.batch, config.precision
         self.B, self.T, self.N = b.micro_batch, b.seq_len, b.micro_batch * b.seq_len
         self.itemsize = DType(p.dtype).itemsize
-        exact = {layer % model.L for layer in p.bf16_layers}
-        self.fp8_layers = model.L - len(exact) if p.matmul == "e4m3" else 0
-        C, F, attn = model.C, model.F, model.attention_columns
-        self.matrices = {
-            "qkv": (model.qkv_rows, C),
-            "o_proj": (C, attn),
-            "gate_up": (2 * F, C),
-            "down_proj": (C, F),
-        }
-        """(rows, columns) of a block's weights by the last word of their name."""
+        self.fp8_layers = len(fp8_layers(config, model))
+        self.widths = widths(model)
         share = FP32_SHARE if p.dtype == "fp32" else 1.0
-        self.bf16 = share * at(rates.bf16, C) * 1e12
-        self.head = share * at(rates.head, C) * 1e12
-        if rates.fp8 is None or p.fp8_units == "emulate":
+        self.bf16 = share * at(rates.bf16, model.C) * 1e12
+        self.head = share * at(rates.head, model.C) * 1e12
+        self.emulated = rates.fp8 is None or p.fp8_units == "emulate"
+        if rates.fp8 is None or self.emulated:
             self.fp8 = self.bf16  # BF16 products of the codes
         else:
-            self.fp8 = at(rates.fp8, C) * 1e12 * (1.0 if p.fast_accumulation else PROMOTED)
+            self.fp8 = at(rates.fp8, model.C) * 1e12 * (1.0 if p.fast_accumulation else PROMOTED)
         known = rates.attention[min(rates.attention, key=lambda D: abs(D - model.D))]
         self.attention_rates = [share * at(curve, self.T) * 1e12 for curve in known]
 
@@ -157,15 +156,35 @@ class _Model:
         moved = nbytes / (self.rates.bandwidth * 1e9)
         return max(2 * rows * M * K / rate, moved, PRODUCT_FLOOR) + GAP
 
-    def block_product(self, name: str) -> float:
+    def block_product(self, weight: str) -> float:
         """One product with a block's weight, over all layers."""
-        shape, rest = self.matrices[name], self.model.L - self.fp8_layers
+        shape, rest = self.widths[weight], self.model.L - self.fp8_layers
         exact = self.product(self.N, shape, self.bf16, self.itemsize)
         return rest * exact + self.fp8_layers * self.product(self.N, shape, self.fp8, 1)
 
-    def quantise(self, columns: int) -> float:
-        """A BF16 tensor of (N, columns) to codes, row-major and transposed, in every FP8 layer."""
-        return self.fp8_layers * self.stream(self.N * columns * (2 + 1 + 1))
+    def quantise_forward(self, weight: str) -> float:
+        """The codes that a forward product reads, in all FP8 layers."""
+        M, K = self.widths[weight]
+        kept = keeps_codes(self.config, BY_WEIGHT[weight].x)
+        seconds = self.stream(self.N * K * (2 + 1 + (1 if kept else 0)))
+        return self.fp8_layers * (seconds + self._weight(weight) + self._decoded(self.N * K, M * K))
+
+    def quantise_backward(self, weight: str) -> float:
+        """The codes that the two backward products read: the gradient's, and what is not kept."""
+        (M, K), N = self.widths[weight], self.N
+        seconds = self.stream(N * M * (2 + 1 + 1)) + self._weight(weight)
+        if not keeps_codes(self.config, BY_WEIGHT[weight].x):
+            seconds += self.stream(N * K * (2 + 1))
+        return self.fp8_layers * (seconds + self._decoded(N * M, N * K, N * M, M * K))
+
+    def _weight(self, weight: str) -> float:
+        """A weight's codes in one layout, where they are not kept."""
+        M, K = self.widths[weight]
+        return 0.0 if self.config.memory.keep_quants else self.stream(M * K * (2 + 1))
+
+    def _decoded(self, *values: int) -> float:
+        """Emulation: codes back to BF16 before each product."""
+        return sum(self.stream(n * (1 + 2)) for n in values) if self.emulated else 0.0
 
     def attention(self, backward: bool) -> float:
         """One layer."""
@@ -174,20 +193,25 @@ class _Model:
         return max(seconds, FLOOR) + GAP
 
 
-def _linear(m: _Model, name: str, part: Part | None = None) -> Iterator[Work]:
+NAMES = {"qkv": "qkv", "out": "o_proj", "gate_up": "gate_up", "down": "down_proj"}
+"""The last word of the weights' names, by field."""
+
+
+def _linear(m: _Model, weight: str, part: Part | None = None) -> Iterator[Work]:
     """A block's product in all layers; part: where it counts, None: as what it is."""
-    yield Work(f"linear {name}", part or "products", m.block_product(name))
+    name = f"linear {NAMES[weight]}"
+    yield Work(name, part or "products", m.block_product(weight))
     if m.fp8_layers:
-        yield Work(f"linear {name}", part or "quantise", m.quantise(m.matrices[name][1]))
+        yield Work(name, part or "quantise", m.quantise_forward(weight))
 
 
-def _linear_backward(m: _Model, name: str) -> Iterator[Work]:
-    operation = f"linear_backward {name}"
-    yield Work(operation, "products", 2 * m.block_product(name))
+def _linear_backward(m: _Model, weight: str) -> Iterator[Work]:
+    name = f"linear_backward {NAMES[weight]}"
+    yield Work(name, "products", 2 * m.block_product(weight))
     if m.fp8_layers:
-        yield Work(operation, "quantise", m.quantise(m.matrices[name][0]))
-    if name == "qkv" and m.model.qkv_bias:
-        yield Work(operation, "products", m.model.L * m.passes(m.model.qkv_rows, 1))
+        yield Work(name, "quantise", m.quantise_backward(weight))
+    if weight == "qkv" and m.model.qkv_bias:
+        yield Work(name, "products", m.model.L * m.passes(m.model.qkv_rows, 1))
 
 
 def _heads(m: _Model, part: Part | None = None) -> Iterator[Work]:
@@ -201,13 +225,15 @@ def _heads(m: _Model, part: Part | None = None) -> Iterator[Work]:
 
 def _forward(m: _Model) -> Iterator[Work]:
     L, C, F = m.model.L, m.model.C, m.model.F
+    if m.fp8_layers:
+        yield Work("clear_absmax", "quantise", m.stream(0))
     yield Work("embedding", "embedding", m.passes(C, 2))
     yield Work("rmsnorm", "norms", m.passes(C, 2))
     yield Work("residual_rmsnorm", "norms", (2 * L - 1) * m.passes(C, 4))
     yield from _heads(m)
     yield Work("attention", "attention", L * m.attention(backward=False))
-    for name in ("o_proj", "gate_up", "down_proj"):
-        yield from _linear(m, name)
+    for weight in ("out", "gate_up", "down"):
+        yield from _linear(m, weight)
     yield Work("swiglu", "SwiGLU", L * m.passes(F, 3))
 
 
@@ -228,8 +254,8 @@ def _head(m: _Model) -> Iterator[Work]:
 
 def _backward(m: _Model) -> Iterator[Work]:
     L, model = m.model.L, m.model
-    for name in m.matrices:
-        yield from _linear_backward(m, name)
+    for weight in m.widths:
+        yield from _linear_backward(m, weight)
     yield Work("swiglu_backward", "SwiGLU", L * m.passes(model.F, 5))
     yield Work("rmsnorm_backward", "norms", 2 * L * m.passes(model.C, 4))
     yield Work("attention_backward", "attention", L * m.attention(backward=True))
@@ -250,7 +276,7 @@ def _recomputation(m: _Model) -> Iterator[Work]:
     if "attn" in dropped:
         yield Work("attention", part, L * m.attention(backward=False))
     if "residual_mid" in dropped:
-        yield from _linear(m, "o_proj", part)
+        yield from _linear(m, "out", part)
         yield Work("residual_rmsnorm", part, L * m.passes(C, 4))
     elif "mlp_in" in dropped:
         yield Work("rmsnorm", part, L * m.passes(C, 2))

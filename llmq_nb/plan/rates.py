@@ -143,13 +143,13 @@ def predicted(name: str) -> Rates:
     fp8 = None if peak.fp8 is None else _scaled(H200.fp8 or (), peak.fp8 * fp8_share)
     if card.build == "hopper":  # the same kernels at another clock
         share = peak.bf16 / PEAKS["H200"].bf16
-        attention = {
+        attention: dict[int, tuple[Curve, Curve]] = {
             D: (_times(forward, share), _times(backward, share))
             for D, (forward, backward) in H200.attention.items()
         }
     else:
-        flat: tuple[Curve, Curve] = (((1024, bf16 * ATTENTION[0]),), ((1024, bf16 * ATTENTION[1]),))
-        attention = dict.fromkeys(H200.attention, flat)
+        forward, backward = (((1024, bf16 * share),) for share in ATTENTION)
+        attention = {D: (forward, backward) for D in H200.attention}
     return Rates(
         card=name,
         bf16=_scaled(H200.bf16, bf16),

@@ -26,6 +26,7 @@ from llmq_nb.plan.cost import (
     FLOOR,
     GAP,
     PRODUCT_FLOOR,
+    Part,
     by_operation,
     by_part,
     micro_step_work,
@@ -82,7 +83,7 @@ def test_parts_are_the_recorded_budget_of_1_5b_in_e4m3():
     """The lines of `step_budget.py 1.5B e4m3 32`, where they are parts here."""
     model = preset("qwen2.5-1.5b")
     parts = by_part(micro_step_work(run_config("qwen2.5-1.5b", 32, 1, "e4m3"), model, H200))
-    lines = {
+    lines: dict[Part, float] = {
         "products": 69.81 + 139.62 + 0.96,
         "attention": 7.70 + 28.86,
         "norms": 5.77 + 5.77,
@@ -94,8 +95,9 @@ def test_parts_are_the_recorded_budget_of_1_5b_in_e4m3():
         "quantise": 12.74 + 21.63,
     }
     assert set(parts) == set(lines)
-    for part, milliseconds in lines.items():  # norms: one more forward and backward, of 56
-        assert 1e3 * parts[part] == pytest.approx(milliseconds, rel=0.03, abs=0.02), part
+    for part, milliseconds in lines.items():
+        # norms: one more forward and backward, of 56; quantise: attn is read twice, not once
+        assert 1e3 * parts[part] == pytest.approx(milliseconds, rel=0.04, abs=0.02), part
 
 
 # tokens/s that LLMQ publishes (524,288 tokens a step, seq_len 1024): "H100", 4090 and 5060 Ti.
@@ -138,6 +140,8 @@ class Counter:
             return method
 
         def call(*args, **scalars):
+            if name.startswith("clear"):  # nothing to clear in BF16
+                return method(*args, **scalars)
             label = name
             if name in ("linear", "linear_backward"):
                 weight = args[2] if name == "linear" else args[5]
@@ -153,7 +157,8 @@ def counted(config: Config, model) -> dict[str, int]:
     plan = make_plan(config, model)
     ops = CpuOps(model, config.optimizer, seq_len=config.batch.seq_len, seed=1)
     rank = make_rank(config, model, allocate(plan), ops)
-    rank.model.ops = counter = Counter(ops)
+    counter = Counter(ops)
+    rank.model.ops = counter  # pyright: ignore[reportAttributeAccessIssue]
     B, T = config.batch.micro_batch, config.batch.seq_len
     run_micro_steps(rank, random_batch(np.random.default_rng(1), B, T, model.V))
     optimizer_step([rank])
@@ -273,9 +278,16 @@ def test_fp8_layers_emulation_and_promotion():
     bf16, fp8 = products(), products(matmul="e4m3", fast_accumulation=True)
     half = products(matmul="e4m3", fast_accumulation=True, bf16_layers=(*range(12), -1, -2))
     assert half["products"] == pytest.approx((bf16["products"] + fp8["products"]) / 2)
-    assert half["quantise"] == pytest.approx(fp8["quantise"] / 2)
+    clear = FLOOR + GAP  # once a micro-step, however many layers
+    assert half["quantise"] - clear == pytest.approx((fp8["quantise"] - clear) / 2)
     emulated = products(matmul="e4m3", fp8_units="emulate")
     assert emulated["products"] == pytest.approx(bf16["products"])
+    # six operands of a product's three multiplications are decoded, 3 bytes a value
+    C, F, Q, N, L = 1536, 8960, 2048, 32 * 1024, 28
+    widths = [(Q, C), (C, C), (2 * F, C), (C, F)]
+    values = sum(2 * (N * K + N * M + M * K) for M, K in widths)
+    decoding = L * (3 * values / (0.92 * 4250e9) + 4 * 6 * GAP)
+    assert emulated["quantise"] - fp8["quantise"] == pytest.approx(decoding, rel=0.01)
     promoted = products(matmul="e4m3")
     assert fp8["products"] < promoted["products"] < bf16["products"]
 
@@ -297,3 +309,28 @@ def test_a_curve_is_straight_between_its_points_and_level_outside():
     curve = ((10, 1.0), (20, 3.0), (40, 2.0))
     points = [at(curve, size) for size in (5, 10, 15, 20, 30, 40, 50)]
     assert points == [1.0, 1.0, 2.0, 3.0, 2.5, 2.0, 2.0]
+
+
+def test_codes_that_are_not_kept_are_written_again():
+    """By hand, 7B, 1 x 1024: weights once in forward and once in backward, 3 bytes a value."""
+    model, N, C, F, Q, L = preset("qwen2.5-7b"), 1024, 3584, 18944, 4608, 28
+
+    def quantising(**memory):
+        config = Config(
+            model=ModelSection(path="none"),
+            data=DataConfig(train="none"),
+            batch=BatchConfig(micro_batch=1),
+            precision=PrecisionConfig(matmul="e4m3"),
+            memory=MemoryConfig(**memory),
+        )
+        return by_part(micro_step_work(config, model, H200))["quantise"]
+
+    bandwidth = 0.92 * 4250e9
+    kept = quantising()
+    written = quantising(keep_quants=False)
+    weights = L * (Q * C + C * C + 3 * C * F)
+    assert written - kept == pytest.approx(weights * 2 * 3 / bandwidth + L * 2 * 4 * GAP)
+    # recompute = ffn: act (dropped) and mlp_in (read again) are not kept: 3 + 3 instead of 4
+    ffn = quantising(recompute=("ffn",))
+    more = L * (N * (C + F) * (3 + 3 - 4) / bandwidth + 2 * GAP)
+    assert ffn - kept == pytest.approx(more)
