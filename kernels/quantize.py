@@ -210,7 +210,7 @@ def quantize_launch(
     q: int, scale: int, x: int, absmax: int, *, n: int, format: str, hardware: bool | None = None,
     stream: Any,
 ) -> None:  # fmt: skip
-    """Write the n codes (R * C, a multiple of 16) and the scale. hardware None: what the card has."""
+    """Write the n = R * C codes and the scale. hardware None: what the card has."""
     hardware = has_units() if hardware is None else hardware
     k = kernel(make_quantize, SIGNATURE, threads=THREADS, format=format, hardware=hardware)
     k(stream, (max(1, cdiv(n // CHUNK, THREADS)),), q, scale, x, absmax, n // CHUNK)

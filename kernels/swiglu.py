@@ -1,21 +1,24 @@
-r"""SwiGLU forward and backward.
+r"""SwiGLU forward and backward, and forward straight to FP8 codes where absmax is known.
 
     s[n, f]     = 1 / (1 + exp(-gate[n, f]))
     y[n, f]     = gate[n, f] * s[n, f] * up[n, f]
     dgate[n, f] = dy[n, f] * up[n, f] * s[n, f] * (1 + gate[n, f] * (1 - s[n, f]))
     dup[n, f]   = dy[n, f] * gate[n, f] * s[n, f]
-    absmax      = max |y|, or max over |dgate|, |dup|               (optional; of the rounded
-    values)
+    absmax      = max |y|, or max over |dgate|, |dup|      (optional; of the rounded values)
+    q, q_t      = the codes of y, as quantize.py makes them; y itself is not written
 
-Shapes   gate_up, dgate_up: (N, 2 F) row-major, a row is [gate; up]; y, dy: (N, F). F a multiple of
-         8.
-Dtypes   bfloat16 or float32 (`dtype`); absmax: float32, 0 or an earlier maximum before.
+Shapes   gate_up, dgate_up: (N, 2 F) row-major, a row is [gate; up]; y, dy, q: (N, F); q_t: (F, N
+         rounded up to 16), zeros in the padding. F a multiple of 8 (codes: 16).
+Dtypes   bfloat16 or float32 (`dtype`); absmax: float32, 0 or an earlier maximum before; codes from
+         bfloat16 only.
 Errors   float32 inside. exp by ex2.approx: its argument rounds once and log2 e is off by 0.22 *
          2^-24, so exp(-g) is good to (1.25 |g| + 4) * 2^-24, s to (1.25 |g| + 6) * 2^-24; y adds
-         two products and one rounding. Below 2^-126 results are flushed to 0.
+         two products and one rounding. y is made of mul.rn, so that a recomputed y has the same
+         bits in whichever kernel. Gradients below 2^-126 are flushed to 0.
          dgate: the same of |dy up s| (1 + |g|), since 1 + g (1 - s) may cancel; dup as y.
          No sums between threads: bitwise reproducible. dgate_up may be gate_up.
-Cost     Every operand once.
+Cost     Every operand once. Recomputing in backward: 5 bytes a value to q_t, where y and its
+         quantisation would move 9.
 Source   Shazeer 2020, arXiv:2002.05202, eq. 5; Hendrycks & Gimpel for SiLU. Written from the
          equations.
 """
@@ -29,8 +32,10 @@ from numba.cuda import types
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.arrays import current_stream, describe, empty_like
 from llmq_nb.kernels.compile import CompileCase
+from llmq_nb.kernels.fp8 import UNITS_CC, has_units, make_encode4, make_inv_scale, make_scale
 from llmq_nb.kernels.launch import cdiv, kernel
-from llmq_nb.kernels.ptx import ex2, rcp
+from llmq_nb.kernels.ptx import bf16x2, bf_hi, bf_lo, ex2, ldg128_nc, mul_rn, rcp, stg32f
+from llmq_nb.kernels.quantize import CHUNK, TILE, TWO_BLOCKS, make_write_tile
 from llmq_nb.kernels.vector import PIECE, vector
 
 THREADS, UNROLL = 256, 2  # two pieces a thread: four to six independent 16-byte loads
@@ -38,12 +43,19 @@ ONE, MINUS_LOG2E = np.float32(1.0), np.float32(-np.log2(np.e))
 NO_BITS = np.uint32(0)
 FORWARD_SIGNATURE = (*(types.uint64,) * 3, types.int64)
 BACKWARD_SIGNATURE = (*(types.uint64,) * 4, types.int64)
+QUANTIZE_SIGNATURE = (*(types.uint64,) * 5, types.int32)
 
 
 @cuda.jit(device=True)
 def sigmoid(x):
     """1 / (1 + exp(-x)); exp overflows to infinity below -88, which gives 0."""
     return rcp(ONE + ex2(x * MINUS_LOG2E))
+
+
+@cuda.jit(device=True)
+def swiglu_value(gate, up):
+    """gate * sigmoid(gate) * up; products that no compiler reorders, for the same bits anywhere."""
+    return mul_rn(mul_rn(gate, sigmoid(gate)), up)
 
 
 @cuda.jit(device=True)
@@ -73,8 +85,9 @@ def make_swiglu_forward(F: int, absmax: bool, dtype: str):
         for k in range(UNROLL):
             i = first + k * THREADS
             for j in range(4):
-                a, b = low(g, k, j), high(g, k, j)
-                set_pair(g, k, j, a * sigmoid(a) * low(u, k, j), b * sigmoid(b) * high(u, k, j))
+                a = swiglu_value(low(g, k, j), low(u, k, j))
+                b = swiglu_value(high(g, k, j), high(u, k, j))
+                set_pair(g, k, j, a, b)
                 if ABSMAX:
                     running = track(running, g, k, j)
             store(y + i * (PIECE * BYTES), g, k, i < pieces)
@@ -127,6 +140,56 @@ def make_swiglu_backward(F: int, absmax: bool, dtype: str):
     return swiglu_backward
 
 
+def make_swiglu_quantize(F: int, format: str, hardware: bool, row_major: bool, transposed: bool):
+    """q and q_t, the ones asked for. Thread (group, chunk) owns 4 rows x 16 columns of a tile of
+    128 x 128, as in quantize.py."""
+    encode4 = make_encode4(format, hardware)
+    inv_scale_of, scale_of = make_inv_scale(format), make_scale(format)
+    write_tile = make_write_tile(row_major, transposed)
+
+    @cuda.jit(device=True)
+    def y_pair(gate, up):  # rounded as forward stores it
+        return bf16x2(swiglu_value(bf_lo(gate), bf_lo(up)), swiglu_value(bf_hi(gate), bf_hi(up)))
+
+    @cuda.jit(device=True)
+    def encode_row(code, g, u, i, s, inside):
+        for j in range(4):
+            a, b = y_pair(g[i, 2 * j], u[i, 2 * j]), y_pair(g[i, 2 * j + 1], u[i, 2 * j + 1])
+            word = encode4(
+                mul_rn(bf_lo(a), s),
+                mul_rn(bf_hi(a), s),
+                mul_rn(bf_lo(b), s),
+                mul_rn(bf_hi(b), s),
+            )
+            code[i, j] = word if inside else NO_BITS
+
+    def swiglu_quantize(q, q_t, scale, gate_up, slot, N):
+        row = cuda.blockIdx.y * TILE + (cuda.threadIdx.x >> 3) * 4
+        column = cuda.blockIdx.x * TILE + (cuda.threadIdx.x & 7) * CHUNK
+        g = cuda.local.array((4, 8), dtype=types.uint32)
+        u = cuda.local.array((4, 8), dtype=types.uint32)
+        code = cuda.local.array((4, 4), dtype=types.uint32)
+        # beyond an edge the last row or columns are read again, so that no load waits on a branch
+        source = gate_up + np.int64(min(column, F - CHUNK)) * 2
+        for i in range(4):
+            line = source + np.int64(min(row + i, N - 1)) * (4 * F)
+            g[i, 0], g[i, 1], g[i, 2], g[i, 3] = ldg128_nc(line)
+            g[i, 4], g[i, 5], g[i, 6], g[i, 7] = ldg128_nc(line + 16)
+            u[i, 0], u[i, 1], u[i, 2], u[i, 3] = ldg128_nc(line + 2 * F)
+            u[i, 4], u[i, 5], u[i, 6], u[i, 7] = ldg128_nc(line + 2 * F + 16)
+        s = inv_scale_of(slot)
+        # one call a row: a loop over them would stay rolled and put the tile into local memory
+        encode_row(code, g, u, 0, s, row < N)
+        encode_row(code, g, u, 1, s, row + 1 < N)
+        encode_row(code, g, u, 2, s, row + 2 < N)
+        encode_row(code, g, u, 3, s, row + 3 < N)
+        write_tile(q, q_t, code, N, F)
+        if cuda.threadIdx.x == 0 and cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0:
+            stg32f(scale, scale_of(slot))
+
+    return swiglu_quantize
+
+
 # ---- launch ------------------------------------------------------------------------------------
 def swiglu_forward_launch(
     y: int, gate_up: int, *, rows: int, F: int, absmax: int = 0, dtype: str = "bf16", stream: Any
@@ -147,6 +210,21 @@ def swiglu_backward_launch(
     k = kernel(make_swiglu_backward, BACKWARD_SIGNATURE, threads=THREADS, **constants)
     pieces = rows * F // PIECE
     k(stream, (cdiv(pieces, THREADS * UNROLL),), dgate_up, absmax, dy, gate_up, pieces)
+
+
+def swiglu_quantize_launch(
+    q: int, q_t: int, scale: int, gate_up: int, absmax: int, *, rows: int, F: int, format: str,
+    hardware: bool | None = None, stream: Any,
+) -> None:  # fmt: skip
+    """Write the codes of y as q (rows, F) and q_t (F, padded_rows(rows)), unless its address is 0,
+    and the scale, from bfloat16 gate_up and the absmax that forward found. Bit for bit what
+    quantize_transpose_launch makes of forward's y."""
+    hardware = has_units() if hardware is None else hardware
+    k = kernel(
+        make_swiglu_quantize, QUANTIZE_SIGNATURE, threads=THREADS, options=TWO_BLOCKS, F=F,
+        format=format, hardware=hardware, row_major=bool(q), transposed=bool(q_t),
+    )  # fmt: skip
+    k(stream, (cdiv(F, TILE), cdiv(rows, TILE)), q, q_t, scale, gate_up, absmax, rows)
 
 
 # ---- users -------------------------------------------------------------------------------------
@@ -197,6 +275,11 @@ def swiglu_backward_bytes(N: int, F: int, *, itemsize: int = 2) -> int:
     return 5 * N * F * itemsize
 
 
+def swiglu_quantize_bytes(N: int, F: int, *, outputs: int = 1) -> int:
+    """Read bfloat16 gate and up, write one or two sets of codes."""
+    return N * F * (4 + outputs)
+
+
 # ---- reference ---------------------------------------------------------------------------------
 def swiglu_forward_ref(gate_up: np.ndarray) -> np.ndarray:
     """float64 NumPy oracle."""
@@ -212,10 +295,22 @@ def swiglu_backward_ref(dy: np.ndarray, gate_up: np.ndarray) -> np.ndarray:
 
 
 COMPILE_CASES = [
-    CompileCase(factory, {"F": F, "absmax": absmax, "dtype": dtype}, signature, THREADS)
-    for factory, signature in (
-        (make_swiglu_forward, FORWARD_SIGNATURE),
-        (make_swiglu_backward, BACKWARD_SIGNATURE),
-    )
-    for F, absmax, dtype in ((4864, True, "bf16"), (8960, False, "bf16"), (4864, False, "fp32"))
-]
+    *(
+        CompileCase(factory, {"F": F, "absmax": absmax, "dtype": dtype}, signature, THREADS)
+        for factory, signature in (
+            (make_swiglu_forward, FORWARD_SIGNATURE),
+            (make_swiglu_backward, BACKWARD_SIGNATURE),
+        )
+        for F, absmax, dtype in ((4864, True, "bf16"), (8960, False, "bf16"), (4864, False, "fp32"))
+    ),
+    *(
+        CompileCase(
+            make_swiglu_quantize,
+            {"F": 4864, "format": "e4m3", "hardware": h, "row_major": q, "transposed": q_t},
+            QUANTIZE_SIGNATURE, THREADS, options=TWO_BLOCKS, min_cc=UNITS_CC if h else (8, 0),
+        )
+        for h, q, q_t in (
+            (True, False, True), (True, True, True), (True, True, False), (False, False, True)
+        )
+    ),
+]  # fmt: skip

@@ -56,15 +56,20 @@ PEAKS: dict[str, Peak] = {
 
 def peak_of(device_name: str) -> Peak:
     """The peaks of a device. UserError for a card that is not in the table."""
-    words = f" {device_name.replace('NVIDIA', '')} ".replace("-", " ")
-    fits = [name for name in PEAKS if f" {name.replace('-', ' ')} " in words]
+    return PEAKS[card_of(device_name)]
+
+
+def card_of(device_name: str) -> str:
+    """The row of PEAKS that a device's name means. UserError for a card that is not there."""
+    words = f" {device_name.replace('NVIDIA', '')} ".replace("-", " ").lower()
+    fits = [name for name in PEAKS if f" {name.replace('-', ' ').lower()} " in words]
     if not fits:
         raise UserError(
             f"no peak rates are known for {device_name!r}",
             where="plan/mfu.py",
             mend="add its dense BF16 and FP8 TFLOP/s to PEAKS",
         )
-    return PEAKS[max(fits, key=len)]
+    return max(fits, key=len)
 
 
 def product_parameters(model: ModelConfig) -> int:

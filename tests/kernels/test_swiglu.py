@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from llmq_nb.kernels import swiglu
+from llmq_nb.kernels.quantize import quantize_transpose_launch
 from llmq_nb.kernels.swiglu import swiglu_backward_ref, swiglu_forward_ref
-from tests.kernels.harness import U16, U32, Device, assert_within, run_sim
+from tests.kernels.harness import U16, U32, Buffer, Device, assert_within, run_sim
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}
 ROUNDING = {"bf16": U16, "fp32": 0.0}
@@ -70,6 +71,36 @@ def check_backward_in_place(device: Device) -> None:
     np.testing.assert_array_equal(out.numpy().view(np.uint16), gate_up.numpy().view(np.uint16))
 
 
+def check_quantize(
+    device: Device, N: int, F: int, format: str, hardware: bool, magnitude: float = 3.0
+) -> None:
+    """Bit for bit forward, then quantize_transpose with forward's absmax; each output alone too."""
+    gate_up = device.put(random(5, (N, 2 * F), "bf16", magnitude))
+    y, slot = device.empty((N, F), DTYPES["bf16"]), device.zeros((4,), np.float32)
+    scale, absmax = slot.address, slot.address + 4
+    swiglu.swiglu_forward_launch(
+        y.address, gate_up.address, rows=N, F=F, absmax=absmax, stream=device.stream
+    )
+
+    def outputs() -> list[Buffer]:
+        return [device.empty((N, F), np.uint8), device.empty((F, N + -N % 16), np.uint8)]
+
+    expected, common = outputs(), {"format": format, "hardware": hardware, "stream": device.stream}
+    quantize_transpose_launch(
+        expected[0].address, expected[1].address, scale, y.address, absmax, R=N, C=F, **common
+    )
+    expected_scale = slot.numpy()[0]
+    for asked in ((True, True), (True, False), (False, True)):
+        got = outputs()
+        q, q_t = (b.address if a else 0 for a, b in zip(asked, got, strict=True))
+        swiglu.swiglu_quantize_launch(q, q_t, scale, gate_up.address, absmax, rows=N, F=F, **common)
+        for a, b, e in zip(asked, got, expected, strict=True):
+            np.testing.assert_array_equal(b.numpy(), e.numpy() if a else np.full(e.shape, 0xFF))
+        assert slot.numpy()[0] == expected_scale
+    codes = expected[0].numpy()
+    assert len(np.unique(codes)) > min(codes.size, 100) // 4  # not all alike
+
+
 def check_user_functions(device: Device) -> None:
     gate_up, dy = random(3, (2, 3, 32), "bf16", 1.0), random(4, (2, 3, 16), "bf16", 1.0)
     y = swiglu.forward(device.put(gate_up).array())
@@ -108,6 +139,24 @@ def test_in_place_simulated() -> None:
 
 def test_user_functions_simulated() -> None:
     run_sim(check_user_functions)
+
+
+# 17: padding; 130 x 144: tails of a second tile both ways
+@pytest.mark.parametrize(
+    ("N", "F", "format", "hardware"),
+    [(1, 16, "e4m3", True), (17, 48, "e5m2", False), (130, 144, "e4m3", True)],
+)
+def test_quantize_simulated(N: int, F: int, format: str, hardware: bool) -> None:
+    run_sim(check_quantize, N=N, F=F, format=format, hardware=hardware)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("N", "F"), [(1, 16), (17, 48), (1001, 4864), (77, 8960), (16, 18944)])
+@pytest.mark.parametrize("hardware", [True, False], ids=["hardware", "software"])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_quantize(gpu: Device, N: int, F: int, hardware: bool, format: str) -> None:
+    check_quantize(gpu, N, F, format, hardware)
+    check_quantize(gpu, N, F, format, hardware, magnitude=1e-3)
 
 
 @pytest.mark.gpu
