@@ -20,7 +20,7 @@ class Fp8Slot:
     format: e4m3 or e5m2. absmax, scale: one float32 each (array of 1 or address). codes, codes_t:
     where the quantised tensor and its transpose go; None: the engine makes them on the fly. kept:
     they hold from where the engine writes them (a weight's update, an input's forward product) to
-    where it reads them; else they are scratch.
+    where it reads them; else they are scratch. made_again: recomputation leaves codes_t.
     """
 
     format: DType
@@ -29,6 +29,7 @@ class Fp8Slot:
     codes: "Tensor | None" = None
     codes_t: "Tensor | None" = None
     kept: bool = False
+    made_again: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)

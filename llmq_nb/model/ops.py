@@ -184,6 +184,10 @@ class Ops(Protocol):
         """y = gate / (1 + exp(-gate)) * up. gate_up: (N, 2 F) as [gate, up]; y: (N, F)."""
         ...
 
+    def swiglu_again(self, y: Tensor, gate_up: Tensor) -> None:
+        """`swiglu` in recomputation. y's absmax is known: an engine may leave its codes alone."""
+        ...
+
     def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
         """dup = dy silu(gate); dgate = dy up silu'(gate). Shapes as in `swiglu`."""
         ...

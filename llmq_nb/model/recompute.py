@@ -54,4 +54,4 @@ def recompute_block(
     if "gate_up" in dropped:
         ops.linear(a.gate_up, a.mlp_in, w.gate_up)
     if "act" in dropped:
-        ops.swiglu(a.act, a.gate_up)
+        ops.swiglu_again(a.act, a.gate_up)

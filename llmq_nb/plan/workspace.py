@@ -80,7 +80,9 @@ def fp8_buffers(config: Config, model: ModelConfig, *, quants: bool) -> list[Buf
         if again:  # the same place serves the recomputation
             out[-1] = dataclasses.replace(out[-1], lifetime=(product.forward, BACKWARD))
         if not keeps_codes(config, product.x):
-            scratch(f"x_t.{name}", (K, rows), DType.E4M3, now, now)
+            made_again = product.x == "act"  # recomputation writes its codes, see swiglu_again
+            first = BACKWARD if made_again else now
+            scratch(f"x_t.{name}", (K, rows), DType.E4M3, first, now)
         scratch(f"dy.{name}", (rows, M), gradient, now, now)
         scratch(f"dy_t.{name}", (M, rows), gradient, now, now)
     if config.precision.fp8_units == "emulate":

@@ -54,6 +54,7 @@ class Fp8Slots:
             transposed = f"fp8/{product.x}_t.{layer}" if kept else f"fp8/x_t.{product.weight}"
             codes_t = self.tensors.get(transposed)
             slot = self._slot(f"block/{product.x}.{layer}", DType.E4M3, codes, codes_t, kept=kept)
+            slot.made_again = product.x == "act" and not kept
             setattr(a, product.x, dataclasses.replace(getattr(a, product.x), fp8=slot))
 
     def give_gradients(self, g: Gradients, layer: int) -> None:

@@ -51,6 +51,7 @@ WRITES = {
     "linear": ((0,), ()),
     "linear_backward": ((0, 1, 2), ()),
     "swiglu": ((0,), ()),
+    "swiglu_again": ((0,), ()),
     "swiglu_backward": ((0,), ()),
     "cross_entropy": ((1, 2), (0,)),
     "reduce_loss": ((0,), ()),

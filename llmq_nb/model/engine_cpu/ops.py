@@ -185,6 +185,9 @@ class CpuOps:
     def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
         linear.swiglu(y.data, gate_up.data)
 
+    def swiglu_again(self, y: Tensor, gate_up: Tensor) -> None:
+        self.swiglu(y, gate_up)
+
     def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
         linear.swiglu_backward(dgate_up.data, dy.data, gate_up.data)
 

@@ -15,6 +15,7 @@ from llmq_nb.kernels.alpha import alpha_launch
 from llmq_nb.kernels.elementwise import absmax_launch, clear_launch
 from llmq_nb.kernels.matmul import Kind, Products, Shape
 from llmq_nb.kernels.quantize import decode_launch, quantize_launch, quantize_transpose_launch
+from llmq_nb.kernels.swiglu import swiglu_quantize_launch
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.plan.fp8 import SLOT_WORDS, fp8_weights, padded_rows
 
@@ -63,6 +64,14 @@ class Fp8Products:
         if weight.fp8 is not None and weight.fp8.kept:
             self._quantize(weight, row_major=True, transposed=True)
 
+    def swiglu_codes(self, y: Tensor, gate_up: Tensor) -> None:
+        """The transposed codes of a SwiGLU whose absmax forward found; not its values."""
+        slot = _slot(y)
+        swiglu_quantize_launch(
+            0, _data(slot.codes_t), slot.scale, gate_up.data, slot.absmax, rows=y.shape[0],
+            F=y.shape[1], format=str(slot.format), hardware=self.hardware, stream=self.stream,
+        )  # fmt: skip
+
     def linear(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """y = x weight^T + bias."""
         a, b = _slot(x), _slot(weight)
@@ -87,7 +96,7 @@ class Fp8Products:
         N, M, K = x.shape[0], *weight.shape
         d, a, b = _slot(dy), _slot(x), _slot(weight)
         self._quantize(dy, row_major=True, transposed=True)
-        if not a.kept:
+        if not (a.kept or a.made_again):
             self._quantize(x, row_major=False, transposed=True)
         shape = self._shape(
             "wgrad", self.rows, M, K, d.format, dweight.dtype, accumulate=accumulate

@@ -260,6 +260,12 @@ class CudaOps:
             y.data, gate_up.data, rows=rows, F=F, absmax=_absmax(y), **self._common(y)
         )
 
+    def swiglu_again(self, y: Tensor, gate_up: Tensor) -> None:
+        if y.fp8 is not None and y.fp8.made_again:
+            self.fp8.swiglu_codes(y, gate_up)
+        else:
+            self.swiglu(y, gate_up)
+
     def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
         rows, F = dy.shape
         swiglu.swiglu_backward_launch(
