@@ -14,9 +14,9 @@ from llmq_nb.config import Config
 from llmq_nb.core.arena import Slot, aligned, assign_offsets
 from llmq_nb.core.dtype import M_GROUP, DType
 from llmq_nb.model.config import ALIGNMENT, ModelConfig
+from llmq_nb.model.fp8 import BY_INPUT, SLOT_WORDS, fp8_layers, keeps_codes, padded_rows, slot_names
 from llmq_nb.model.parameters import Parameter, model_parameters
 from llmq_nb.model.recompute import dropped_activations
-from llmq_nb.plan.fp8 import BY_INPUT, SLOT_WORDS, fp8_layers, keeps_codes, padded_rows, slot_names
 
 Group = Literal[
     "weights",

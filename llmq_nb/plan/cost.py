@@ -22,10 +22,10 @@ from typing import Literal
 from llmq_nb.config import Config
 from llmq_nb.core.dtype import M_GROUP, DType
 from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.fp8 import BY_WEIGHT, fp8_layers, keeps_codes, widths
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.plan.buffers import has_master, head_rows
-from llmq_nb.plan.fp8 import BY_WEIGHT, fp8_layers, keeps_codes, widths
 from llmq_nb.plan.rates import PROMOTED, Rates, at
 
 GAP = 1e-6
@@ -283,4 +283,4 @@ def _recomputation(m: _Model) -> Iterator[Work]:
     if "gate_up" in dropped:
         yield from _linear(m, "gate_up", part)
     if "act" in dropped:
-        yield Work("swiglu", part, L * m.passes(m.model.F, 3))
+        yield Work("swiglu_again", part, L * m.passes(m.model.F, 3))

@@ -17,9 +17,7 @@ from llmq_nb.kernels.qk_norm import qk_norm_backward_scratch
 from llmq_nb.kernels.rmsnorm_backward import rmsnorm_backward_scratch
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.scalars import SCALAR_WORDS
-from llmq_nb.model.parameters import model_parameters
-from llmq_nb.plan.buffers import BACKWARD, Buffer
-from llmq_nb.plan.fp8 import (
+from llmq_nb.model.fp8 import (
     PRODUCTS,
     fp8_weights,
     gradient_format,
@@ -31,6 +29,8 @@ from llmq_nb.plan.fp8 import (
     weight_scratch,
     widths,
 )
+from llmq_nb.model.parameters import model_parameters
+from llmq_nb.plan.buffers import BACKWARD, Buffer
 
 
 def workspace_buffers(config: Config, model: ModelConfig, *, quants: bool = True) -> list[Buffer]:

@@ -10,7 +10,7 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.core.tensor import Fp8Slot, Tensor
 from llmq_nb.model.activations import BlockActivations, Gradients
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.plan.fp8 import (
+from llmq_nb.model.fp8 import (
     ABSMAX,
     PRODUCTS,
     SCALE,

@@ -17,7 +17,7 @@ from llmq_nb.kernels.matmul import Kind, Products, Shape
 from llmq_nb.kernels.quantize import decode_launch, quantize_launch, quantize_transpose_launch
 from llmq_nb.kernels.swiglu import swiglu_quantize_launch
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.plan.fp8 import SLOT_WORDS, fp8_weights, padded_rows
+from llmq_nb.model.fp8 import SLOT_WORDS, fp8_weights, padded_rows
 
 SLOT_BYTES = 4 * SLOT_WORDS
 
