@@ -203,6 +203,8 @@ stg16 = asm_op("stg16", "st.global.b16 [$0], $1;", "", "lr", **_STORE)
 stg8 = asm_op("stg8", "st.global.b8 [$0], $1;", "", "lr", **_STORE)
 # max of the uint32 in memory (of non-negative float32 bits: their max), exact in any order
 red_max_g = asm_op("red_max_g", "red.global.max.u32 [$0], $1;", "", "lr", **_STORE)
+# integer sums: exact in any order, unlike float ones, which no kernel makes
+red_add_g = asm_op("red_add_g", "red.global.add.u32 [$0], $1;", "", "lr", **_STORE)
 
 # ---- shared memory -----------------------------------------------------------------------------
 lds128 = asm_op("lds128", "ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "r", side=True)

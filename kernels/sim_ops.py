@@ -78,6 +78,11 @@ def red_max_g(address: Any, value: Any) -> None:
         stg32(address, max(_u32(value), int(ldg32(address))))
 
 
+def red_add_g(address: Any, value: Any) -> None:
+    with sim._lock:
+        stg32(address, _u32(int(ldg32(address)) + _u32(value)))
+
+
 def cp16(shared: Any, source: Any) -> None:
     sim.write(shared, sim.read(source, 16))
 

@@ -22,7 +22,17 @@ from llmq_nb.config import Recompute
 @click.option(
     "--recompute", multiple=True, type=click.Choice(get_args(Recompute)), help="May be repeated."
 )
-@click.option("--breakdown", is_flag=True, help="Milliseconds an operation.")
+@click.option(
+    "--precision",
+    "matmul",
+    default="bf16",
+    show_default=True,
+    type=click.Choice(["bf16", "e4m3"]),
+    help="Format of the block products (step).",
+)
+@click.option(
+    "--breakdown", is_flag=True, help="Milliseconds an operation, beside its budget (step)."
+)
 def command(what: str, json_file: Path | None, breakdown: bool, **options: Any) -> None:
     """Measure WHAT: data, the token loader; step, whole training steps on the GPU; kernels, every
     memory-bound kernel beside a copy; matmul, the products of a step of the models."""
@@ -64,13 +74,16 @@ def _steps(breakdown: bool, models: tuple[str, ...], **options: Any) -> list[dic
 
     from llmq_nb.train.bench_step import Setting, measure
 
-    table = Table("model", "batch", "tokens/s", "MFU %", "s/step", "device GiB", "first step s")
+    table = Table(
+        "model", "products", "batch", "tokens/s", "MFU %", "s/step", "device GiB", "first step s"
+    )
     rows = []
     for model in models:
         row = measure(Setting(model=model, **options), breakdown=breakdown)
         rows.append(row)
         table.add_row(
             model,
+            row["matmul"],
             f"{row['micro_batch']}x{row['grad_accumulation']}",
             f"{row['tokens_per_second']:,}",
             f"{100 * row['mfu']:.1f}",
@@ -80,9 +93,30 @@ def _steps(breakdown: bool, models: tuple[str, ...], **options: Any) -> list[dic
         )
     Console().print(table)
     for row in rows if breakdown else ():
-        for operation, milliseconds in row["breakdown_ms"].items():
-            click.echo(f"{row['model']}  {operation:32} {milliseconds:10.3f} ms")
+        _print_breakdown(f"{row['model']}, {row['matmul']}", row["breakdown"])
     return rows
+
+
+def _print_breakdown(title: str, rows: list[dict[str, Any]]) -> None:
+    """One micro-step and one optimizer step by operation."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from llmq_nb.plan.budget import OVER
+
+    numbers = [Column(name, justify="right") for name in ("ms", "budget ms", "measured / budget")]
+    table = Table("operation", *numbers, title=f"{title}: one micro-step and one optimizer step")
+    for row in rows:
+        known = row["budget_ms"] is not None
+        budget, ratio = (f"{row['budget_ms']:.3f}", f"{row['ratio']:.2f}") if known else ("-", "-")
+        table.add_row(row["operation"], f"{row['ms']:.3f}", budget, ratio)
+    sums = (sum(row[key] or 0.0 for row in rows) for key in ("ms", "budget_ms"))
+    measured, budget = sums
+    table.add_section()
+    table.add_row("all", f"{measured:.3f}", f"{budget:.3f}", f"{measured / budget:.2f}")
+    Console(width=100).print(table)
+    over = [f"{row['operation']} ({row['ratio']:.2f})" for row in rows if row["over"]]
+    click.echo(f"over {OVER} times the budget: {', '.join(over) or 'none'}")
 
 
 def _kernels() -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Speed of whole optimizer steps on random tokens: tokens/s, MFU, host time, and time by operation.
 
 The breakdown launches every operation between two events, eagerly: its sum is a little more than a
-replayed step, and its shares are what they are there.
+replayed step, and its shares are what they are there. Beside each stands the budget that the time
+model (`plan.cost`) gives it on this card.
 """
 
 import dataclasses
@@ -26,7 +27,9 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.data.loader import Position, StepBatch
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.families import preset
+from llmq_nb.plan.budget import Row, budget_ms, compare
 from llmq_nb.plan.mfu import peak_of, utilisation
+from llmq_nb.plan.rates import rates_of
 from llmq_nb.train.engine_cuda import CudaEngine
 from llmq_nb.train.initial import set_random_weights
 from llmq_nb.train.step import micro_step, optimizer_step
@@ -119,9 +122,18 @@ def measure(setting: Setting, *, breakdown: bool = False) -> dict[str, Any]:
         "losses": [round(loss, 4) for loss in losses],
     }
     if breakdown:
-        figures["breakdown_ms"] = operation_times(engine)
+        measured = operation_times(engine)
+        budget = budget_ms(engine.config, model, rates_of(engine.device.name))
+        figures["breakdown_ms"] = measured
+        figures["breakdown"] = [_rounded(row) for row in compare(measured, budget)]
     engine.close()
     return figures
+
+
+def _rounded(row: Row) -> dict[str, Any]:
+    """A row of the breakdown for JSON."""
+    values = dataclasses.asdict(row)
+    return {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
 
 
 def measure_products(model: ModelConfig, rows: int) -> list[dict[str, Any]]:
@@ -173,13 +185,13 @@ class TimedOps:
             record_event(start, self._ops.stream)
             out = method(*args, **kwargs)
             record_event(end, self._ops.stream)
-            self.spans.append((_label(name, args), start, end))
+            self.spans.append((label(name, args), start, end))
             return out
 
         return timed
 
 
-def _label(name: str, args: tuple[Any, ...]) -> str:
+def label(name: str, args: tuple[Any, ...]) -> str:
     """The operation, and for products which weight."""
     if name in ("linear", "linear_backward"):
         weight = args[2] if name == "linear" else args[5]

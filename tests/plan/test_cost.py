@@ -37,6 +37,7 @@ from llmq_nb.plan.cost import (
 )
 from llmq_nb.plan.mfu import PEAKS
 from llmq_nb.plan.rates import CARDS, H200, Rates, at, rates_of
+from llmq_nb.train.bench_step import label
 from llmq_nb.train.rank import allocate, make_rank
 from llmq_nb.train.step import optimizer_step
 from tests.model.harness import make_config, random_batch, run_micro_steps, small_model
@@ -142,11 +143,7 @@ class Counter:
         def call(*args, **scalars):
             if name.startswith("clear"):  # nothing to clear in BF16
                 return method(*args, **scalars)
-            label = name
-            if name in ("linear", "linear_backward"):
-                weight = args[2] if name == "linear" else args[5]
-                label += " " + weight.name.rsplit("/", 1)[-1].split(".")[-2]
-            self.calls[label] += 1
+            self.calls[label(name, args)] += 1
             return method(*args, **scalars)
 
         return call
