@@ -297,3 +297,9 @@ def test_derived_values():
     config = parse("", "run.name=a", "run.out_dir=x/{name}/y", "batch.grad_accumulation=2")
     assert config.out_dir == "x/a/y"
     assert config.tokens_per_step(3) == 4 * 1024 * 2 * 3
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", ".", "a\\b", "x\0"])
+def test_a_runs_name_stays_inside_its_folder(name):
+    with pytest.raises(UserError, match="run.name"):
+        c.RunConfig(name=name)
