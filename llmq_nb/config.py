@@ -32,7 +32,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(bool(self.name), "empty name", "run.name", "give the run a name")
-        plain = not {"/", "\\", "\0"} & set(self.name) and self.name not in (".", "..")
+        plain = not {"/", "\0"} & set(self.name) and self.name not in (".", "..")
         check(plain, f"{self.name!r}", "run.name", "it names a folder: no slashes; see run.out_dir")
         check(0 <= self.seed < 2**32, f"{self.seed}", "run.seed", "0 to 4294967295")
 

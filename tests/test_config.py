@@ -299,7 +299,7 @@ def test_derived_values():
     assert config.tokens_per_step(3) == 4 * 1024 * 2 * 3
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "..", ".", "a\\b", "x\0"])
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", ".", "x\0"])
 def test_a_runs_name_stays_inside_its_folder(name):
     with pytest.raises(UserError, match="run.name"):
         c.RunConfig(name=name)
