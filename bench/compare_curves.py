@@ -2,8 +2,9 @@
 
     python -m bench.compare_curves           (needs torch and transformers; neither is a dependency)
 
-PyTorch in FP32, in BF16 autocast, and with weights and activations stored in BF16 and FP32 master
-weights, which is what we store; ours in BF16, FP8 by the card's units, and FP8 by emulation. Each
+PyTorch in FP32, in BF16 autocast, with weights and activations stored in BF16 and FP32 master
+weights, which is what we store, and the same with the blocks' products of e4m3-rounded operands;
+ours in BF16, FP8 by the card's units, and FP8 by emulation. Each
 kind runs from the same weights and from two perturbed ones (relative 2^-9 of normal noise: BF16's
 own rounding). The band of BF16 noise at a step is what lies between the lowest and the highest of
 PyTorch's BF16 runs of that start, relative to its FP32 run. One JSON line a figure.
@@ -11,6 +12,7 @@ PyTorch's BF16 runs of that start, relative to its FP32 run. One JSON line a fig
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -57,16 +59,48 @@ def rate_of(step: int) -> float:
     return RATE * min(1.0, (step + 1) / WARM_UP)
 
 
+def rounded(x: Any) -> Any:
+    """The values that x has as e4m3 codes under its own absmax, float32."""
+    scale = x.float().abs().max().clamp(min=1e-30) / 448.0
+    return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+class Fp8Linear(torch.autograd.Function):
+    """A product of e4m3-rounded operands, forward and backward; the bias gradient is exact."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        a, w = rounded(x), rounded(weight)
+        ctx.save_for_backward(a, w)
+        ctx.bias = bias is not None
+        y = a @ w.T
+        return (y + bias.float() if ctx.bias else y).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,), (a, w) = grads, ctx.saved_tensors
+        d = rounded(dy)
+        dw = d.flatten(0, -2).T @ a.flatten(0, -2)
+        db = dy.float().flatten(0, -2).sum(0).to(dy.dtype) if ctx.bias else None
+        return (d @ w).to(dy.dtype), dw.to(dy.dtype), db
+
+
 def torch_curve(
-    weights: Weights, batches: np.ndarray, kind: Literal["fp32", "autocast", "stored"]
+    weights: Weights, batches: np.ndarray, kind: Literal["fp32", "autocast", "stored", "e4m3"]
 ) -> list[float]:
-    """PyTorch's losses. stored: a BF16 model that FP32 master weights are rounded into."""
+    """PyTorch's losses. stored, e4m3: a BF16 model that FP32 master weights are rounded into."""
     run = hf_model(CURVE)
     run.load_state_dict(weights)
     masters = list(run.parameters())
-    if kind == "stored":
+    stored = kind in ("stored", "e4m3")
+    if stored:
         masters = [p.detach().clone() for p in masters]
         run.bfloat16()
+    if kind == "e4m3":
+        for layer in run.model.layers:
+            for m in layer.modules():
+                if isinstance(m, torch.nn.Linear):
+                    m.forward = lambda x, m=m: Fp8Linear.apply(x, m.weight, m.bias)
     groups = [
         {"params": [p for p in masters if p.ndim == 2]},
         {"params": [p for p in masters if p.ndim != 2], "weight_decay": 0.0},
@@ -80,16 +114,16 @@ def torch_curve(
         with torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
             loss = torch_loss(run, w[:, :-1], w[:, 1:])
         loss.backward()
-        if kind == "stored":
+        if stored:
             for master, p in zip(masters, run.parameters(), strict=True):
                 master.grad = p.grad.float()
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
-        if kind == "stored":
+        if stored:
             with torch.no_grad():
                 for master, p in zip(masters, run.parameters(), strict=True):
                     p.copy_(master)
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 
@@ -115,6 +149,7 @@ KINDS: dict[str, Callable[[Weights, np.ndarray], list[float]]] = {
     "torch fp32": lambda w, b: torch_curve(w, b, "fp32"),
     "torch bf16 autocast": lambda w, b: torch_curve(w, b, "autocast"),
     "torch bf16 stored": lambda w, b: torch_curve(w, b, "stored"),
+    "torch e4m3": lambda w, b: torch_curve(w, b, "e4m3"),
     "ours bf16": our_curve,
     "ours e4m3": lambda w, b: our_curve(w, b, matmul="e4m3"),
     "ours e4m3, emulated": lambda w, b: our_curve(w, b, matmul="e4m3", fp8_units="emulate"),
@@ -123,11 +158,14 @@ KINDS: dict[str, Callable[[Weights, np.ndarray], list[float]]] = {
 NOISE = ("torch bf16 autocast", "torch bf16 stored")
 
 
-def main() -> None:
+def main(only: tuple[str, ...] = ()) -> None:
+    """only: kinds to run, the FP32 and BF16 of PyTorch among them."""
     batches = windows()
     starts = [start_of(i) for i in range(STARTS)]
     losses: dict[str, np.ndarray] = {}
     for name, run in KINDS.items():
+        if only and name not in only:
+            continue
         begin = time.perf_counter()
         losses[name] = np.array([run(start, batches) for start in starts])
         print(json.dumps({"curve": name, "seconds": time.perf_counter() - begin}), flush=True)
@@ -151,4 +189,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.backends.cuda.matmul.allow_tf32 = False
-    main()
+    main(tuple(sys.argv[1:]))
