@@ -17,7 +17,8 @@ from llmq_nb.core.dtype import DType
 class Fp8Slot:
     """How a tensor enters FP8 products.
 
-    format: e4m3 or e5m2. absmax, scale: one float32 each (array of 1 or address). codes, codes_t:
+    format: e4m3 or e5m2. absmax, scale: one float32 each (array of 1 or address). counts: two
+    uint32, elements underflowed and saturated (train/health.py). codes, codes_t:
     where the quantised tensor and its transpose go; None: the engine makes them on the fly. kept:
     they hold from where the engine writes them (a weight's update, an input's forward product) to
     where it reads them; else they are scratch. made_again: recomputation leaves codes_t.
@@ -26,6 +27,7 @@ class Fp8Slot:
     format: DType
     absmax: Any
     scale: Any = None
+    counts: Any = None
     codes: "Tensor | None" = None
     codes_t: "Tensor | None" = None
     kept: bool = False
