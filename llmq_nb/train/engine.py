@@ -17,7 +17,7 @@ from llmq_nb.model.ops import Scalars
 from llmq_nb.plan.buffers import make_plan
 from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.eager import Kind
-from llmq_nb.train.health import SLOTS, tensor_health
+from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.rank import Rank, State, allocate, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
 
@@ -143,11 +143,11 @@ class CpuEngine:
         return dataclasses.replace(found, health=self._health()) if health else found
 
     def _health(self) -> tuple[TensorHealth, ...]:
-        if SLOTS not in self.tensors:
+        if FP8_SLOTS not in self.tensors:
             return ()
         for weight in self.ranks[0].fp8_weights:
             count_health(weight)
-        return tensor_health(self.config, self.model, self.read(self.tensors[SLOTS]))
+        return tensor_health(self.config, self.model, self.read(self.tensors[FP8_SLOTS]))
 
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmq_nb.config import Config
 from llmq_nb.core.dtype import DType
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.plan.fp8 import (
+from llmq_nb.model.fp8 import (
     ABSMAX,
     PRODUCTS,
     SATURATED,
@@ -24,7 +24,7 @@ from llmq_nb.plan.fp8 import (
 )
 from llmq_nb.report.metrics import TensorHealth
 
-SLOTS = "fp8/slots"
+FP8_SLOTS = "fp8/slots"
 """The plan's buffer of all slots; a config without FP8 products has none."""
 
 

@@ -168,8 +168,8 @@ class CpuOps:
 
     def linear(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         linear.linear(y, x, weight, bias)
-        if self.counts_health and x.fp8 is not None and x.fp8.kept:
-            linear.count_health(x)  # in backward its values are gone
+        if self.counts_health and x.fp8 is not None and x.fp8.forward_only:
+            linear.count_health(x)
 
     def linear_backward(
         self,
@@ -185,7 +185,7 @@ class CpuOps:
         linear.linear_backward(dx, dweight, dy, x, weight, accumulate=accumulate)
         if self.counts_health and weight.fp8 is not None:
             linear.count_health(dy)
-            if x.fp8 is not None and not x.fp8.kept:  # its product may be computed again in between
+            if x.fp8 is not None and not x.fp8.forward_only:
                 linear.count_health(x)
         if dbias is not None:
             linear.bias_gradient(dbias.data, dy.data, accumulate=accumulate)
