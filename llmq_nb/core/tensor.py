@@ -17,19 +17,27 @@ from llmq_nb.core.dtype import DType
 class Fp8Slot:
     """How a tensor enters FP8 products.
 
-    format: e4m3 or e5m2. absmax, scale: one float32 each (array of 1 or address). codes, codes_t:
-    where the quantised tensor and its transpose go; None: the engine makes them on the fly. kept:
-    they hold from where the engine writes them (a weight's update, an input's forward product) to
-    where it reads them; else they are scratch. made_again: recomputation leaves codes_t.
+    format: e4m3 or e5m2. absmax, scale: one float32 each (array of 1 or address). counts: two
+    uint32, elements underflowed and saturated (train/health.py). codes, codes_t: where the
+    quantised tensor and its transpose go; None: the engine makes them on the fly. kept: they hold
+    from where the engine writes them (a weight's update, an input's forward product) to where it
+    reads them; else they are scratch. made_again: recomputation leaves codes_t.
     """
 
     format: DType
     absmax: Any
     scale: Any = None
+    counts: Any = None
     codes: "Tensor | None" = None
     codes_t: "Tensor | None" = None
     kept: bool = False
     made_again: bool = False
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether an input's values are gone in backward. Its product is not computed again then;
+        others' may be, so they are counted in backward, once."""
+        return self.kept or self.made_again
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -1,5 +1,6 @@
 """Progress for people: a bar on a terminal, plain lines everywhere else (files, pipes, CI)."""
 
+import math
 import sys
 import time
 from typing import Self, TextIO
@@ -7,7 +8,7 @@ from typing import Self, TextIO
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llmq_nb.report.metrics import EvalMetrics, StepMetrics
+from llmq_nb.report.metrics import EvalMetrics, HealthMetrics, StepMetrics, TensorHealth
 
 LINES = 100
 """About how many plain lines the steps of a run make, if they are fast."""
@@ -91,6 +92,11 @@ class Console:
             )
             self._last_step, self._last_time = m.step, time.monotonic()
 
+    def health(self, m: HealthMetrics) -> None:
+        """The worst tensors of a step's FP8 products; nothing to say without such products."""
+        if m.tensors:
+            self.line(f"step {m.step}: FP8 {worst(m)}, largest lse {m.lse_max:.4g}")
+
     def evaluation(self, m: EvalMetrics) -> None:
         """An evaluation is done; its loss stays beside the training loss."""
         self._validation = f"  val loss {m.loss:.4f}"
@@ -111,6 +117,23 @@ class Console:
         waited = time.monotonic() - self._last_time >= LINE_SECONDS
         enough = step - self._last_step >= self._every
         return waited or enough or step in (self._first, self.total_steps)
+
+
+def worst(m: HealthMetrics) -> str:
+    """The tensors that lose most at either end of their format, or one that is not finite."""
+    for t in m.tensors:
+        if not math.isfinite(t.absmax):
+            return f"absmax {t.absmax} ({_place(t)})"
+    low = max(m.tensors, key=lambda t: t.underflowed)
+    high = max(m.tensors, key=lambda t: t.saturated)
+    return (
+        f"underflowed at most {low.underflowed:.2%} ({_place(low)}),"
+        f" saturated {high.saturated:.2%} ({_place(high)})"
+    )
+
+
+def _place(t: TensorHealth) -> str:
+    return f"{t.name}, layer {t.layer}, {t.format}"
 
 
 def _reason(m: StepMetrics) -> str:

@@ -2,9 +2,10 @@
 
     {"log": "step", "time": "2026-01-31T12:00:00.123+00:00", "step": 7, "loss": 2.5, ...}
 
-Kinds: cmd, config, step, eval, checkpoint, info. JSON has no NaN and no infinity: such a value is
-null, and beside it `<key>_text` says which. A line is one write to a file opened for appending, so
-a reader sees whole lines; what a crash leaves of the last one goes when the log is opened again.
+Kinds: cmd, config, step, health, eval, checkpoint, info. JSON has no NaN and no infinity: such a
+value is null, and beside it `<key>_text` says which. A line is one write to a file opened for
+appending, so a reader sees whole lines; what a crash leaves of the last one goes when the log is
+opened again.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from typing import Any, Self
 
 from llmq_nb.core.errors import MachineError, UserError
 from llmq_nb.core.files import atomic_file, remove_torn
-from llmq_nb.report.metrics import EvalMetrics, StepMetrics
+from llmq_nb.report.metrics import EvalMetrics, HealthMetrics, StepMetrics
 
 
 class JsonlLog:
@@ -62,6 +63,9 @@ class JsonlLog:
 
     def step(self, metrics: StepMetrics) -> None:
         self.write("step", **dataclasses.asdict(metrics))
+
+    def health(self, metrics: HealthMetrics) -> None:
+        self.write("health", **dataclasses.asdict(metrics))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         self.write("eval", **dataclasses.asdict(metrics))
@@ -107,7 +111,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def _identity(record: Mapping[str, Any], index: int) -> tuple[Any, ...]:
     """What is the same for two records of one event."""
     step = record.get("step")
-    repeats = record.get("log") in ("step", "eval", "checkpoint") and isinstance(step, int)
+    repeats = record.get("log") in ("step", "health", "eval", "checkpoint") and isinstance(
+        step, int
+    )
     return (record["log"], step) if repeats else (index,)
 
 

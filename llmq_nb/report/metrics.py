@@ -1,4 +1,4 @@
-"""What one optimizer step and one evaluation tell: the values that every report is made from."""
+"""What a step, its FP8 health and an evaluation tell: the values that every report is made from."""
 
 import dataclasses
 
@@ -29,6 +29,35 @@ class StepMetrics:
     """The update was left out: no supervised token, or a gradient that is not finite."""
     non_finite_tensor: str | None = None
     """The first tensor whose gradient is not finite."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorHealth:
+    """How one tensor of one micro-batch (a weight: of the step) fits its FP8 format."""
+
+    name: str
+    """The product and the operand of it: `gate_up.input`, `.weight` or `.gradient`."""
+    layer: int
+    format: str
+    """e4m3 or e5m2."""
+    absmax: float
+    """Largest magnitude, which the scale puts on the format's largest value."""
+    underflowed: float
+    """Share of its elements whose code is zero although they are not."""
+    saturated: float
+    """Share of its elements with the format's largest code; the absmax itself is always one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HealthMetrics:
+    """What the numbers of one step looked like, every `log.health_every` steps."""
+
+    step: int
+    """Optimizer steps done, the measured one included."""
+    lse_max: float
+    """Largest log sum exp of the logits of any token of the step."""
+    tensors: tuple[TensorHealth, ...]
+    """All operands of FP8 products; none where the products are not FP8."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,5 @@
-"""Curves of one or more runs from their log.jsonl: loss, learning rate, gradient norm, speed.
+"""Curves of one or more runs from their log.jsonl: loss, learning rate, gradient norm, speed, and
+FP8 health where it was logged.
 
 `.png`: 1200 x 800 pixels. `.html`: one file that needs nothing else, with the same picture as SVG
 and the final figures as a table.
@@ -35,6 +36,8 @@ class Run:
     """step, tokens_seen, loss, learning_rate, grad_norm, tokens_per_second, seconds by record."""
     evaluations: dict[str, NDArray[np.float64]]
     """step, tokens_seen, loss by evaluation."""
+    health: dict[str, NDArray[np.float64]]
+    """step, tokens_seen, underflowed, saturated by FP8 health record: of the worst tensor [%]."""
 
     @property
     def summary(self) -> dict[str, str]:
@@ -102,20 +105,41 @@ def load_run(path: Path, name: str) -> Run:
     evaluations["tokens_seen"] = np.interp(
         evaluations["step"], columns["step"], columns["tokens_seen"], left=0.0
     )
-    return Run(name, columns, evaluations)
+    return Run(name, columns, evaluations, _health(records, columns))
+
+
+def _health(
+    records: Sequence[dict[str, Any]], columns: dict[str, NDArray[np.float64]]
+) -> dict[str, NDArray[np.float64]]:
+    """The largest shares of each health record that has tensors."""
+    found = [r for r in records if r.get("log") == "health" and r.get("tensors")]
+    health = {"step": _column(found, "step")}
+    for key in ("underflowed", "saturated"):
+        health[key] = np.array([100 * _column(r["tensors"], key).max() for r in found])
+    health["tokens_seen"] = np.interp(
+        health["step"], columns["step"], columns["tokens_seen"], left=0.0
+    )
+    return health
 
 
 def draw(runs: Sequence[Run], over: Over = "steps") -> Figure:
-    """The four panels as a figure of 12 x 8 inches."""
+    """The panels as a figure of 12 x 8 inches: four, and two where a run logged FP8 health."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)  # no window, whatever the user's matplotlib is set to
-    panels = figure.subplots(2, 2).ravel()
-    titles = (
+    health = any(len(run.health["step"]) for run in runs)
+    grid = figure.subplots(2, 3 if health else 2)
+    panels = [*grid[:, :2].ravel(), *grid[:, 2:].ravel()]
+    titles: tuple[tuple[str, str], ...] = (
         ("loss", "Loss [nats per token]"),
         ("learning_rate", "Learning rate"),
         ("grad_norm", "Gradient norm before clipping"),
         ("tokens_per_second", "Speed [tokens/s]"),
     )
+    if health:
+        titles += (
+            ("underflowed", "FP8 underflow, worst tensor [%]"),
+            ("saturated", "FP8 saturation, worst tensor [%]"),
+        )
     for panel, (key, title) in zip(panels, titles, strict=True):
         for index, run in enumerate(runs):
             _draw_run(panel, run, key, over, color=f"C{index % 10}")
@@ -132,7 +156,8 @@ def draw(runs: Sequence[Run], over: Over = "steps") -> Figure:
 
 def _draw_run(panel: Axes, run: Run, key: str, over: Over, color: str) -> None:
     axis = "tokens_seen" if over == "tokens" else "step"
-    x, y = run.steps[axis], run.steps[key]
+    table = run.health if key in ("underflowed", "saturated") else run.steps
+    x, y = table[axis], table[key]
     label = run.name
     if key != "learning_rate" and len(y) >= SMOOTHED_FROM:
         panel.plot(x, y, color=color, alpha=0.25, linewidth=0.8)

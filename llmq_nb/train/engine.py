@@ -12,9 +12,12 @@ from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import StepBatch, stable_order
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
+from llmq_nb.model.engine_cpu.linear import count_health
 from llmq_nb.model.ops import Scalars
 from llmq_nb.plan.buffers import make_plan
+from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.eager import Kind
+from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.rank import Rank, State, allocate, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
 
@@ -24,6 +27,7 @@ class StepResult:
     """What one optimizer step gave. loss: mean over the supervised tokens of the whole step.
 
     finite: whether the update was made. non_finite_tensor: the first gradient that was not finite.
+    health: of the operands of FP8 products, where it was asked for.
     """
 
     loss: float
@@ -31,6 +35,7 @@ class StepResult:
     lse_max: float
     finite: bool
     non_finite_tensor: str | None
+    health: tuple[TensorHealth, ...] = ()
 
 
 class Engine(Protocol):
@@ -44,9 +49,18 @@ class Engine(Protocol):
         ...
 
     def train_step(
-        self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
+        self,
+        batch: StepBatch,
+        *,
+        step: int,
+        updates: int,
+        learning_rate: float,
+        health: bool = False,
     ) -> StepResult:
-        """step: index from 0. updates: made before this one, for Adam's bias correction."""
+        """step: index from 0. updates: made before this one, for Adam's bias correction.
+
+        health: whether to tell how the operands of FP8 products fit their formats.
+        """
         ...
 
     def evaluate(
@@ -102,7 +116,13 @@ class CpuEngine:
         return self.ranks[0].states
 
     def train_step(
-        self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
+        self,
+        batch: StepBatch,
+        *,
+        step: int,
+        updates: int,
+        learning_rate: float,
+        health: bool = False,
     ) -> StepResult:
         for m in range(batch.tokens.shape[0]):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
@@ -115,9 +135,19 @@ class CpuEngine:
                     batch.segment_start[m, r],
                     batch.token_order(m, r),
                 )
+            self.ops.counts_health = health and m == batch.tokens.shape[0] - 1
             micro_step(self.ranks, first=m == 0)
+        self.ops.counts_health = False
         optimizer_step(self.ranks)
-        return result(self.ranks)
+        found = result(self.ranks)
+        return dataclasses.replace(found, health=self._health()) if health else found
+
+    def _health(self) -> tuple[TensorHealth, ...]:
+        if FP8_SLOTS not in self.tensors:
+            return ()
+        for weight in self.ranks[0].fp8_weights:
+            count_health(weight)
+        return tensor_health(self.config, self.model, self.read(self.tensors[FP8_SLOTS]))
 
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]

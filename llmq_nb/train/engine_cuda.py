@@ -14,6 +14,7 @@ order, so the same bits.
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -55,8 +56,10 @@ from llmq_nb.model.ops import Scalars
 from llmq_nb.plan.buffers import Group, Plan, make_plan
 from llmq_nb.plan.workspace import workspace_buffers
 from llmq_nb.report.console import announce
+from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.engine import StepResult, result, step_scalars
+from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.rank import Rank, State, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
 
@@ -115,7 +118,13 @@ class CudaEngine:
         return self.ops.products.choices
 
     def train_step(
-        self, batch: StepBatch, *, step: int, updates: int, learning_rate: float
+        self,
+        batch: StepBatch,
+        *,
+        step: int,
+        updates: int,
+        learning_rate: float,
+        health: bool = False,
     ) -> StepResult:
         self.device.make_current()
         self._refresh_weights()
@@ -124,12 +133,20 @@ class CudaEngine:
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
             arrays = (batch.tokens[m, 0], batch.targets[m, 0], batch.segment_start[m, 0])
             self._ring.send(*arrays, batch.token_order(m, 0), scalars)
-            first = m == 0
-            name = "first micro-step" if first else "micro-step"
-            self._run(name, lambda first=first: micro_step(self.ranks, first=first))
+            first, counted = m == 0, health and m == batch.tokens.shape[0] - 1
+            name = ("first micro-step" if first else "micro-step") + ", counted" * counted
+            self._run(name, functools.partial(run_micro_step, self.ranks, first, counted))
         self._run("optimizer step", lambda: optimizer_step(self.ranks))
         self.host_seconds = time.perf_counter() - start
-        return result(self.ranks)
+        found = result(self.ranks)
+        return dataclasses.replace(found, health=self._health()) if health else found
+
+    def _health(self) -> tuple[TensorHealth, ...]:
+        if FP8_SLOTS not in self.tensors:
+            return ()
+        for weight in self._fp8_weights:  # their slots were cleared before the update
+            self.ops.fp8.count_health(weight)
+        return tensor_health(self.config, self.model, self.read(self.tensors[FP8_SLOTS]))
 
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
@@ -214,11 +231,23 @@ def with_fp8_units(config: Config, device: Device) -> Config:
     return dataclasses.replace(config, precision=dataclasses.replace(p, fp8_units=units))
 
 
+def run_micro_step(ranks: list[Rank], first: bool, counted: bool) -> None:
+    """A micro-step; counted: its FP8 products tell what the codes of their operands lose."""
+    fp8 = [rank.ops.fp8 for rank in ranks if isinstance(rank.ops, CudaOps)]
+    for products in fp8:
+        products.counts_health = counted
+    try:
+        micro_step(ranks, first=first)
+    finally:
+        for products in fp8:
+            products.counts_health = False
+
+
 def prepare_steps(ranks: list[Rank]) -> None:
     """Run every step with launches left out: kernels compile and load, products are planned."""
     with preparing():
         for first in (True, False):
-            micro_step(ranks, first=first)
+            run_micro_step(ranks, first, True)
         optimizer_step(ranks)
         evaluation_step(ranks)
         for rank in ranks:

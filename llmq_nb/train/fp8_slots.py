@@ -13,8 +13,10 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.fp8 import (
     ABSMAX,
     PRODUCTS,
+    SATURATED,
     SCALE,
     SLOT_WORDS,
+    UNDERFLOWED,
     Product,
     fp8_layers,
     fp8_weights,
@@ -85,4 +87,5 @@ class Fp8Slots:
         index = slot_names(self.config, self.model).index(name)
         words = self.tensors["fp8/slots"].rows(index, index + 1).view(SLOT_WORDS)
         scale, absmax = words.rows(SCALE, SCALE + 1), words.rows(ABSMAX, ABSMAX + 1)
-        return Fp8Slot(dtype, absmax.data, scale.data, codes, codes_t, kept)
+        counts = words.rows(UNDERFLOWED, SATURATED + 1)
+        return Fp8Slot(dtype, absmax.data, scale.data, counts.data, codes, codes_t, kept)

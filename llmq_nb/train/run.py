@@ -20,7 +20,7 @@ from llmq_nb.core.errors import MachineError, UserError
 from llmq_nb.core.files import atomic_file, remove_torn
 from llmq_nb.report.console import Console, announce
 from llmq_nb.report.jsonl import JsonlLog, read_log
-from llmq_nb.report.metrics import StepMetrics
+from llmq_nb.report.metrics import HealthMetrics, StepMetrics
 from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
 from llmq_nb.train.inference import Inference
 from llmq_nb.train.signals import Signals
@@ -185,6 +185,18 @@ class Loop:
                 "tokens_per_second": metrics.tokens_per_second,
             }
             self._track(metrics.step, values)
+        if self.trainer.health is not None:
+            self._report_health(console, self.trainer.health)
+
+    def _report_health(self, console: Console, health: HealthMetrics) -> None:
+        console.health(health)
+        self.log.health(health)
+        if health.tensors:
+            values = {
+                "fp8_underflowed_max": max(t.underflowed for t in health.tensors),
+                "fp8_saturated_max": max(t.saturated for t in health.tensors),
+            }
+            self._track(health.step, values)
 
     def _evaluate(self, console: Console) -> None:
         metrics = self.trainer.evaluate(stop=lambda: self.signals.received is not None)

@@ -28,7 +28,7 @@ from llmq_nb.io.export import DEFAULT_SHARD_SIZE, export_model
 from llmq_nb.io.weights import check_weights, load_weights
 from llmq_nb.model.parameters import Parameter
 from llmq_nb.report.console import announce as print_line
-from llmq_nb.report.metrics import EvalMetrics, StepMetrics
+from llmq_nb.report.metrics import EvalMetrics, HealthMetrics, StepMetrics
 from llmq_nb.train import setup, snapshot
 from llmq_nb.train.checkpoint import (
     Checkpoint,
@@ -41,6 +41,7 @@ from llmq_nb.train.checkpoint import (
 )
 from llmq_nb.train.engine import Engine, make_engine
 from llmq_nb.train.gradients import loss_and_gradients
+from llmq_nb.train.health import is_due
 from llmq_nb.train.initial import set_random_weights, set_weights
 from llmq_nb.train.schedule import check_schedule, learning_rate
 
@@ -97,6 +98,8 @@ class Trainer:
         check_checkpoint_space(self.checkpoints, 2 * self._checkpoint_bytes())
         self.progress = self._start(checkpoint, announce)
         self._before = self.progress
+        self.health: HealthMetrics | None = None
+        """Of the last step, where `log.health_every` asks for it."""
         self.loader = setup.open_loader(config, self.data.train, self.progress.position)
         self._waiting: StepBatch | None = self.loader.next_step()  # shows a damaged store now
 
@@ -112,16 +115,21 @@ class Trainer:
 
     def step(self) -> StepMetrics:
         """One optimizer step. A gradient that is not finite changes nothing but the metrics."""
-        start = time.perf_counter()
+        start, self.health = time.perf_counter(), None
         batch, self._waiting = self._waiting or self.loader.next_step(), None
         index = self.progress.step
         rate = learning_rate(
             self.config.schedule, self.config.optimizer.learning_rate, index, self.total_steps
         )
+        due = is_due(self.config, index + 1, self.total_steps)
         if batch.supervised:
             try:
                 result = self.engine.train_step(
-                    batch, step=index, updates=self.progress.updates, learning_rate=rate
+                    batch,
+                    step=index,
+                    updates=self.progress.updates,
+                    learning_rate=rate,
+                    health=due,
                 )
             except DeviceError as error:  # it names the kernel or copy; the step is known here
                 raise DeviceError(error.code, f"step {index + 1}, {error}") from error
@@ -132,6 +140,10 @@ class Trainer:
                 "skipped": not result.finite,
                 "non_finite_tensor": result.non_finite_tensor,
             }
+            if due:
+                self.health = HealthMetrics(
+                    step=index + 1, lse_max=result.lse_max, tensors=result.health
+                )
         else:  # nothing to learn from: no update, and the optimizer's step count stays
             facts = {"loss": math.nan, "grad_norm": 0.0, "lse_max": math.nan, "skipped": True}
         self._advance(batch, updated=not facts["skipped"])

@@ -8,7 +8,7 @@ import pytest
 
 from llmq_nb.report import console as module
 from llmq_nb.report.console import Console, announce
-from llmq_nb.report.metrics import EvalMetrics, StepMetrics
+from llmq_nb.report.metrics import EvalMetrics, HealthMetrics, StepMetrics, TensorHealth
 
 
 class Clock:
@@ -42,6 +42,26 @@ def test_plain_line_has_every_figure():
         "step 1: validation loss 2.2500 (20,480 tokens, 1.5 s)",
         "step 2/10  loss 2.5000  val loss 2.2500  norm 0.75  lr 1.00e-03  12,346 tokens/s"
         "  ETA 0:00:16",
+    ]
+
+
+def health(n: int, *tensors: tuple[str, int, float, float, float]) -> HealthMetrics:
+    keys = ("name", "layer", "absmax", "underflowed", "saturated")
+    found = tuple(TensorHealth(format="e4m3", **dict(zip(keys, t, strict=True))) for t in tensors)
+    return HealthMetrics(step=n, lse_max=12.345678, tensors=found)
+
+
+def test_health_is_one_line_with_the_worst_tensors():
+    out = io.StringIO()
+    tensors = [("qkv.input", 0, 1.0, 0.01, 0.0), ("down.gradient", 3, 1.0, 0.0625, 0.001)]
+    with Console(10, file=out) as console:
+        console.health(health(4, *tensors, ("out.weight", 1, 1.0, 0.0, 0.0005)))
+        console.health(health(5, *tensors, ("out.input", 1, float("inf"), 0.0, 0.0)))
+        console.health(health(6))
+    assert out.getvalue().splitlines() == [
+        "step 4: FP8 underflowed at most 6.25% (down.gradient, layer 3, e4m3), saturated 0.10%"
+        " (down.gradient, layer 3, e4m3), largest lse 12.35",
+        "step 5: FP8 absmax inf (out.input, layer 1, e4m3), largest lse 12.35",
     ]
 
 

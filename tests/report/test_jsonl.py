@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmq_nb.core.errors import MachineError, UserError
 from llmq_nb.report.jsonl import JsonlLog, read_log
-from llmq_nb.report.metrics import EvalMetrics, StepMetrics
+from llmq_nb.report.metrics import EvalMetrics, HealthMetrics, StepMetrics, TensorHealth
 
 
 def step_metrics(step: int, loss: float = 2.5, **changes) -> StepMetrics:
@@ -24,6 +24,13 @@ def step_metrics(step: int, loss: float = 2.5, **changes) -> StepMetrics:
         lse_max=9.0, seconds=0.5, tokens_per_second=16.0,
     )  # fmt: skip
     return StepMetrics(**(values | changes))
+
+
+def health_metrics(step: int, absmax: float = 2.0) -> HealthMetrics:
+    tensor = TensorHealth(
+        name="qkv.input", layer=3, format="e4m3", absmax=absmax, underflowed=0.25, saturated=0.125
+    )
+    return HealthMetrics(step=step, lse_max=9.0, tensors=(tensor,))
 
 
 def no_constant(text: str):
@@ -44,6 +51,7 @@ def test_records_of_every_kind(tmp_path):
         log.cmd(["llmq-nb", "train", 'a "quoted" \\ name\n.toml'])
         log.config('[run]\nname = "x"\n')
         log.step(step_metrics(1))
+        log.health(health_metrics(1, absmax=math.inf))
         log.evaluation(EvalMetrics(step=1, loss=2.25, tokens=100, seconds=0.125))
         log.checkpoint(1, Path("/runs/x/step_00000001"), 0.5)
         log.info("took the cpu", why="no driver")
@@ -57,6 +65,15 @@ def test_records_of_every_kind(tmp_path):
             "log": "step", "step": 1, "loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3,
             "tokens": 8, "supervised": 7, "lse_max": 9.0, "seconds": 0.5,
             "tokens_per_second": 16.0, "skipped": False, "non_finite_tensor": None,
+        },
+        {
+            "log": "health", "step": 1, "lse_max": 9.0,
+            "tensors": [
+                {
+                    "name": "qkv.input", "layer": 3, "format": "e4m3", "absmax": None,
+                    "absmax_text": "inf", "underflowed": 0.25, "saturated": 0.125,
+                }
+            ],
         },
         {"log": "eval", "step": 1, "loss": 2.25, "tokens": 100, "seconds": 0.125},
         {"log": "checkpoint", "step": 1, "path": "/runs/x/step_00000001", "seconds": 0.5},

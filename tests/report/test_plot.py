@@ -11,7 +11,7 @@ import pytest
 
 from llmq_nb.core.errors import UserError
 from llmq_nb.report.jsonl import JsonlLog
-from llmq_nb.report.metrics import EvalMetrics, StepMetrics
+from llmq_nb.report.metrics import EvalMetrics, HealthMetrics, StepMetrics, TensorHealth
 from llmq_nb.report.plot import draw, load_run, plot_runs
 
 
@@ -52,6 +52,31 @@ def test_panels_show_the_logged_values(tmp_path):
     assert lines(speed) == {"a": ([1, 2, 3, 4], [50.0, 100.0, 150.0, 200.0])}
     titles = [panel.get_title() for panel in (loss, rate, norm, speed)]
     assert [re.split(" ", t)[0] for t in titles] == ["Loss", "Learning", "Gradient", "Speed"]
+
+
+def test_health_adds_two_panels_of_the_worst_tensor(tmp_path):
+    for name, steps in (("fp8", (1, 2, 3, 4)), ("bf16", (1, 2))):
+        make_run(tmp_path / name, steps=steps)
+    with JsonlLog(tmp_path / "fp8" / "log.jsonl", resumed_step=4) as log:
+        for step in (2, 4):
+            tensors = tuple(
+                TensorHealth(
+                    name="qkv.input", layer=layer, format="e4m3", absmax=1.0,
+                    underflowed=0.01 * step * (layer + 1), saturated=0.25 / (layer + step),
+                )
+                for layer in range(2)
+            )  # fmt: skip
+            log.health(HealthMetrics(step=step, lse_max=1.0, tensors=tensors))
+    with JsonlLog(tmp_path / "bf16" / "log.jsonl", resumed_step=4) as log:
+        log.health(HealthMetrics(step=2, lse_max=1.0, tensors=()))
+    runs = [load_run(tmp_path / name, name) for name in ("fp8", "bf16")]
+    axes = draw(runs).axes
+    panels = {panel.get_title().split(",")[0]: lines(panel) for panel in axes}
+    assert len(axes) == 6
+    assert panels["FP8 underflow"]["fp8"] == ([2, 4], pytest.approx([4.0, 8.0]))
+    assert panels["FP8 saturation"]["fp8"] == ([2, 4], pytest.approx([12.5, 6.25]))
+    assert panels["FP8 underflow"]["bf16"] == ([], [])
+    assert len(draw(runs[1:]).axes) == 4
 
 
 def test_over_tokens_counts_the_steps_that_were_not_logged(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmq_nb.core.dtype import FP8_MAX
 from llmq_nb.core.rounding import absmax, quantize, scales, to_float32
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.engine_cpu.rows import accumulated, each_rows, product
@@ -36,6 +37,19 @@ def kept_operand(tensor: Tensor, *, fp8: bool) -> tuple[Float, np.float32]:
         return operand(tensor, fp8=fp8)
     codes = slot.codes_t.data[:, : tensor.shape[0]].T
     return codes.astype(np.float32), scales(slot.absmax[0], slot.format)[0]
+
+
+def count_health(tensor: Tensor) -> None:
+    """Absmax and counts of what the codes of an FP8 product's operand lose, into its slot."""
+    slot = tensor.fp8
+    if slot is None:
+        return
+    slot.absmax[0] = absmax(tensor.data)
+    codes, _ = quantize(tensor.data, slot.format, slot.absmax[0])
+    magnitudes = np.abs(codes.astype(np.float32))
+    underflowed = np.count_nonzero((magnitudes == 0) & (tensor.data != 0))
+    saturated = np.count_nonzero(magnitudes == FP8_MAX[slot.format])
+    slot.counts.view(np.uint32)[:] = (underflowed, saturated)
 
 
 def linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

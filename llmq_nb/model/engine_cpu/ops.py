@@ -27,6 +27,8 @@ class CpuOps:
     ) -> None:
         self.config, self.optimizer, self.seed = config, optimizer_config, seed
         self.scalars = Scalars()
+        self.counts_health = False
+        """Whether products count what the codes of their operands lose."""
         self._cos, self._sin = attention.rope_tables(config, seq_len)
 
     def set_scalars(self, scalars: Scalars) -> None:
@@ -166,6 +168,8 @@ class CpuOps:
 
     def linear(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         linear.linear(y, x, weight, bias)
+        if self.counts_health and x.fp8 is not None and x.fp8.forward_only:
+            linear.count_health(x)
 
     def linear_backward(
         self,
@@ -179,6 +183,10 @@ class CpuOps:
         accumulate: bool,
     ) -> None:
         linear.linear_backward(dx, dweight, dy, x, weight, accumulate=accumulate)
+        if self.counts_health and weight.fp8 is not None:
+            linear.count_health(dy)
+            if x.fp8 is not None and not x.fp8.forward_only:
+                linear.count_health(x)
         if dbias is not None:
             linear.bias_gradient(dbias.data, dy.data, accumulate=accumulate)
 

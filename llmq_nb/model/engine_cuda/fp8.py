@@ -13,6 +13,7 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.core.tensor import Fp8Slot, Tensor
 from llmq_nb.kernels.alpha import alpha_launch
 from llmq_nb.kernels.elementwise import absmax_launch, clear_launch
+from llmq_nb.kernels.fp8_health import fp8_health_launch
 from llmq_nb.kernels.matmul import Kind, Products, Shape
 from llmq_nb.kernels.quantize import decode_launch, quantize_launch, quantize_transpose_launch
 from llmq_nb.kernels.swiglu import swiglu_quantize_launch
@@ -41,6 +42,8 @@ class Fp8Products:
         self.products, self.stream, self.measures_weights = products, stream, measures_weights
         self.hardware = config.precision.fp8_units != "emulate"
         self.fast = config.precision.fast_accumulation and self.hardware
+        self.counts_health = False
+        """Whether products count what the codes of their operands lose."""
         self.rows = padded_rows(config)
         self._decoded, self._alpha = tensors.get("fp8/decoded"), tensors.get("fp8/alpha")
         slots = tensors.get("fp8/slots")
@@ -72,9 +75,19 @@ class Fp8Products:
             F=y.shape[1], format=str(slot.format), hardware=self.hardware, stream=self.stream,
         )  # fmt: skip
 
+    def count_health(self, tensor: Tensor) -> None:
+        """Add what the codes of a tensor lose to its slot's counts; its absmax is known."""
+        slot = _slot(tensor)
+        fp8_health_launch(
+            slot.counts, tensor.data, slot.absmax, n=tensor.size, format=str(slot.format),
+            stream=self.stream,
+        )  # fmt: skip
+
     def linear(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """y = x weight^T + bias."""
         a, b = _slot(x), _slot(weight)
+        if self.counts_health and a.forward_only:
+            self.count_health(x)
         self._quantize(x, row_major=True, transposed=a.kept)
         self._weight(weight, transposed=False)
         N, M, K = x.shape[0], *weight.shape
@@ -95,6 +108,10 @@ class Fp8Products:
         """dweight (+)= dy^T x; dx = dy weight."""
         N, M, K = x.shape[0], *weight.shape
         d, a, b = _slot(dy), _slot(x), _slot(weight)
+        if self.counts_health:
+            self.count_health(dy)
+            if not a.forward_only:
+                self.count_health(x)
         self._quantize(dy, row_major=True, transposed=True)
         if not (a.kept or a.made_again):
             self._quantize(x, row_major=False, transposed=True)

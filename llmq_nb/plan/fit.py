@@ -1,0 +1,213 @@
+"""`memory.policy = "auto"`: the fastest setting of the memory levers that fits.
+
+    micro_batch    every divisor of the sequences of an optimizer step, which stay what they are
+    recompute      the 19 subsets that differ in what they drop
+    head_chunks    powers of two
+    keep_quants    with FP8 products
+
+None of them changes what is computed: recomputation and kept codes not a bit, micro-batches and
+chunks the order of sums. Memory comes from the plan itself, to the byte; time from `plan.cost`.
+
+The search takes (micro_batch, recompute, keep_quants) in order of their time with the fewest
+chunks, and gives each the fewest chunks that fit: memory falls with chunks and rises with
+micro_batch, time rises with chunks. It ends when no other can be faster.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from llmq_nb.config import Config, Recompute
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.recompute import dropped_activations
+from llmq_nb.plan.buffers import Plan, make_plan
+from llmq_nb.plan.cost import micro_step_work, optimizer_work, total
+from llmq_nb.plan.rates import Rates
+from llmq_nb.plan.workspace import workspace_buffers
+
+Kind = Literal["cpu", "cuda"]
+CHUNKS = (1, 2, 4, 8, 16, 32, 64)
+LEAST_ROWS = 256
+"""Of a chunk of the LM head: with fewer, its product reads the table for too little work."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """One value for each lever."""
+
+    micro_batch: int
+    grad_accumulation: int
+    recompute: tuple[Recompute, ...] = ()
+    head_chunks: int = 1
+    keep_quants: bool = True
+
+    def applied(self, config: Config) -> Config:
+        """The config with these values in place of its own, and policy = "manual".
+
+        An evaluation keeps its number of sequences, rounded up to whole micro-batches.
+        """
+        b, sequences = config.batch, config.eval.steps * config.batch.micro_batch
+        return dataclasses.replace(
+            config,
+            batch=dataclasses.replace(
+                b, micro_batch=self.micro_batch, grad_accumulation=self.grad_accumulation
+            ),
+            memory=dataclasses.replace(
+                config.memory,
+                policy="manual",
+                recompute=self.recompute,
+                head_chunks=self.head_chunks,
+                keep_quants=self.keep_quants,
+            ),
+            eval=dataclasses.replace(config.eval, steps=-(-sequences // self.micro_batch)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """A setting with its allocation [bytes] and the predicted time of an optimizer step [s]."""
+
+    setting: Setting
+    total: int
+    seconds: float
+
+
+def run_plan(config: Config, model: ModelConfig, kind: Kind) -> Plan:
+    """The plan that the engine of this kind allocates."""
+    extra = workspace_buffers(config, model) if kind == "cuda" else ()
+    return make_plan(config, model, extra=extra)
+
+
+def settings(config: Config) -> Iterator[Setting]:
+    """Every setting that `auto` may choose."""
+    for lever in _levers(config):
+        for chunks in chunk_counts(config, lever.micro_batch):
+            yield dataclasses.replace(lever, head_chunks=chunks)
+
+
+def chunk_counts(config: Config, micro_batch: int) -> list[int]:
+    """Numbers of chunks worth trying, rising."""
+    rows = micro_batch * config.batch.seq_len
+    return [c for c in CHUNKS if c == 1 or rows >= c * LEAST_ROWS]
+
+
+def _levers(config: Config) -> Iterator[Setting]:
+    """Settings with one chunk. Offload, once there is one, is another factor of this product."""
+    b = config.batch
+    sequences = b.micro_batch * b.grad_accumulation
+    sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    quants = (True, False) if config.precision.matmul == "e4m3" else (config.memory.keep_quants,)
+    for size, recompute, keep in itertools.product(sizes, recompute_subsets(), quants):
+        yield Setting(size, sequences // size, recompute, keep_quants=keep)
+
+
+def recompute_subsets() -> list[tuple[Recompute, ...]]:
+    """One for each set of dropped activations: the shortest name of it."""
+    choices = get_args(Recompute)
+    found: dict[frozenset[str], tuple[Recompute, ...]] = {}
+    for count in range(len(choices) + 1):
+        for subset in itertools.combinations(choices, count):
+            found.setdefault(dropped_activations(subset), subset)
+    return list(found.values())
+
+
+class Search:
+    """The settings of one run on one device; what was worked out once is kept."""
+
+    def __init__(
+        self, config: Config, model: ModelConfig, rates: Rates, *, kind: Kind = "cuda"
+    ) -> None:
+        self.config, self.model, self.rates, self.kind = config, model, rates, kind
+        self._updates: dict[bool, float] = {}
+        self._totals: dict[Setting, int] = {}
+
+    def seconds(self, setting: Setting) -> float:
+        """Predicted time of an optimizer step."""
+        config = setting.applied(self.config)
+        if setting.keep_quants not in self._updates:  # the other levers do not change an update
+            update = total(optimizer_work(config, self.model, self.rates))
+            self._updates[setting.keep_quants] = update
+        micro = total(micro_step_work(config, self.model, self.rates))
+        return setting.grad_accumulation * micro + self._updates[setting.keep_quants]
+
+    def total(self, setting: Setting) -> int:
+        """Bytes of our allocation."""
+        if setting not in self._totals:
+            plan = run_plan(setting.applied(self.config), self.model, self.kind)
+            self._totals[setting] = plan.total
+        return self._totals[setting]
+
+    def choose(self, limit: int) -> Choice | None:
+        """The fastest setting that takes at most `limit` bytes; None if none does.
+
+        Of equally fast ones the one with the larger micro_batch, then the fewer recomputations.
+        """
+        if limit < self._states():
+            return None
+        keyed = [(self._key(lever), lever) for lever in _levers(self.config)]
+        largest: dict[tuple[tuple[Recompute, ...], bool], int] = {}
+        best: tuple[tuple[float, int, int, int], Choice] | None = None
+        for key, lever in sorted(keyed, key=lambda pair: pair[0]):
+            if best is not None and key >= best[0]:
+                break
+            variant = (lever.recompute, lever.keep_quants)
+            if variant not in largest:
+                largest[variant] = self._largest_micro_batch(lever, limit)
+            if lever.micro_batch > largest[variant]:
+                continue
+            found = self._fewest_chunks(lever, limit)
+            if best is None or self._key(found) < best[0]:
+                seconds = self.seconds(found)
+                best = self._key(found), Choice(found, self.total(found), seconds)
+        return None if best is None else best[1]
+
+    def smallest(self) -> Choice:
+        """The setting that takes the least memory."""
+        least = [lever for lever in _levers(self.config) if lever.micro_batch == 1]
+        found = min((self._most_chunks(lever) for lever in least), key=self.total)
+        return Choice(found, self.total(found), self.seconds(found))
+
+    def _key(self, setting: Setting) -> tuple[float, int, int, int]:
+        # a relative 1e-12 of time is rounding, not speed
+        seconds = float(f"{self.seconds(setting):.12g}")
+        return seconds, -setting.micro_batch, len(setting.recompute), setting.head_chunks
+
+    def _most_chunks(self, setting: Setting) -> Setting:
+        chunks = chunk_counts(self.config, setting.micro_batch)[-1]
+        return dataclasses.replace(setting, head_chunks=chunks)
+
+    def _largest_micro_batch(self, setting: Setting, limit: int) -> int:
+        """The largest that fits with the most chunks; 0: none does."""
+        sequences = setting.micro_batch * setting.grad_accumulation
+        sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+
+        def fits(size: int) -> bool:
+            same = dataclasses.replace(
+                setting, micro_batch=size, grad_accumulation=sequences // size
+            )
+            return self.total(self._most_chunks(same)) <= limit
+
+        if not fits(1):  # the usual end of a search without room
+            return 0
+        low, high = 1, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
+        return sizes[low - 1]
+
+    def _fewest_chunks(self, setting: Setting, limit: int) -> Setting:
+        """The setting with the fewest chunks that fit; with the most it is known to fit."""
+        counts = chunk_counts(self.config, setting.micro_batch)
+        low, high = 0, len(counts) - 1
+        while low < high:
+            middle = (low + high) // 2
+            fits = self.total(dataclasses.replace(setting, head_chunks=counts[middle])) <= limit
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return dataclasses.replace(setting, head_chunks=counts[low])
+
+    def _states(self) -> int:
+        """Bytes that no lever changes, at least."""
+        plan = run_plan(self.config, self.model, self.kind)
+        groups = plan.group_bytes()
+        return sum(groups.get(g, 0) for g in ("weights", "gradients", "master", "m", "v"))

@@ -1,0 +1,143 @@
+"""The choice of `auto` against brute force over every setting, and the memory it relies on."""
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from llmq_nb.config import EvalConfig
+from llmq_nb.model.recompute import dropped_activations
+from llmq_nb.plan.cost import step_seconds
+from llmq_nb.plan.fit import Search, Setting, chunk_counts, recompute_subsets, run_plan, settings
+from llmq_nb.plan.rates import H200, predicted
+from tests.model.harness import make_config, small_model
+
+CARDS = {"H200": H200, "4090": predicted("GeForce RTX 4090"), "3060": predicted("GeForce RTX 3060")}
+quick = hypothesis_settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@st.composite
+def runs(draw, precisions=("fp32", "bf16", "e4m3"), least_layers=1):
+    """(config, model): small, with every kind of layer, odd lengths, states and formats."""
+    family = draw(st.sampled_from(["qwen2", "qwen3", "llama"]))
+    heads, shared = draw(st.sampled_from([(1, 1), (4, 2), (6, 3)]))
+    model = small_model(
+        family=family,
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2",
+        C=16 * draw(st.integers(1, 8)),
+        F=16 * draw(st.integers(1, 16)),
+        L=draw(st.integers(least_layers, 6)),
+        H=heads,
+        G=shared,
+        D=draw(st.sampled_from([16, 64])),
+        V=draw(st.integers(10, 3000)),
+        tied=draw(st.booleans()),
+    )
+    config = make_config(
+        micro_batch=draw(st.integers(1, 6)),
+        seq_len=draw(st.integers(1, 700)),
+        precision=draw(st.sampled_from(precisions)),
+        m=draw(st.sampled_from(["fp32", "bf16", "e4m3"])),
+    )
+    accumulation = draw(st.integers(1, 4))
+    batch = dataclasses.replace(config.batch, grad_accumulation=accumulation)
+    return dataclasses.replace(config, batch=batch), model
+
+
+def total(config, model):
+    return run_plan(config, model, "cuda").total
+
+
+@quick
+@given(run=runs(), card=st.sampled_from(list(CARDS)), share=st.floats(0.0, 1.2))
+def test_choice_is_the_fastest_of_all_that_fit(run, card, share):
+    """Brute force: every setting planned and timed through the public functions alone."""
+    config, model = run
+    every = [s.applied(config) for s in settings(config)]
+    sizes = [total(c, model) for c in every]
+    limit = int(min(sizes) + share * (max(sizes) - min(sizes)))
+    times = [step_seconds(c, model, CARDS[card]) for c in every]
+    fitting = [t for t, size in zip(times, sizes, strict=True) if size <= limit]
+    choice = Search(config, model, CARDS[card]).choose(limit)
+    assert choice is not None
+    chosen = choice.setting.applied(config)
+    assert choice.total == total(chosen, model) <= limit
+    assert choice.seconds == pytest.approx(min(fitting), rel=1e-9)
+    assert choice.seconds == pytest.approx(step_seconds(chosen, model, CARDS[card]), rel=1e-12)
+
+
+@quick
+@given(run=runs())
+def test_nothing_is_chosen_below_the_smallest(run):
+    config, model = run
+    search = Search(config, model, H200)
+    least = search.smallest()
+    assert least.total == min(total(s.applied(config), model) for s in settings(config))
+    assert search.choose(least.total - 1) is None
+    found = search.choose(least.total)
+    assert found is not None and found.total == least.total
+
+
+@quick
+@given(run=runs(precisions=("fp32", "bf16"), least_layers=2), data=st.data())
+def test_more_recomputation_and_chunks_never_take_more(run, data):
+    """One layer has nothing to share and can lose to the arena's gaps; in FP8 a few layers can,
+    as what is computed again is kept in no codes. The search relies on neither."""
+    config, model = run
+    subsets = recompute_subsets()
+    some = data.draw(st.sampled_from(subsets))
+    more = data.draw(
+        st.sampled_from([s for s in subsets if dropped_activations(s) >= dropped_activations(some)])
+    )
+    chunks = data.draw(st.integers(1, 8))
+    base = Setting(config.batch.micro_batch, 1, some, chunks)
+    dropping = dataclasses.replace(base, recompute=more)
+    chunked = dataclasses.replace(base, head_chunks=chunks + data.draw(st.integers(0, 8)))
+    for smaller in (dropping, chunked):
+        assert total(smaller.applied(config), model) <= total(base.applied(config), model)
+
+
+@quick
+@given(run=runs(), subset=st.sampled_from(recompute_subsets()), chunks=st.integers(1, 8))
+def test_a_larger_micro_batch_never_takes_less(run, subset, chunks):
+    config, model = run
+    sizes = [total(Setting(n, 1, subset, chunks).applied(config), model) for n in (1, 2, 3, 5, 8)]
+    assert sizes == sorted(sizes)
+
+
+def test_settings_are_every_combination():
+    """6 sequences: 4 sizes; 19 sets of dropped activations; 1024 tokens: chunks up to 4 a sequence;
+    FP8 keeps its codes or not."""
+    config = make_config(micro_batch=3, seq_len=1024, precision="bf16")
+    config = dataclasses.replace(
+        config, batch=dataclasses.replace(config.batch, grad_accumulation=2)
+    )
+    found = list(settings(config))
+    assert len(found) == len(set(found)) == 19 * (3 + 4 + 4 + 5)
+    assert {(s.micro_batch, s.grad_accumulation) for s in found} == {(1, 6), (2, 3), (3, 2), (6, 1)}
+    assert chunk_counts(config, 1) == [1, 2, 4] and chunk_counts(config, 6) == [1, 2, 4, 8, 16]
+    fp8 = make_config(micro_batch=1, seq_len=256, precision="e4m3")
+    assert len(list(settings(fp8))) == 19 * 2
+
+
+def test_applied_keeps_the_batch_the_evaluation_and_all_else():
+    config = dataclasses.replace(
+        make_config(micro_batch=8, seq_len=64, precision="bf16"), eval=EvalConfig(steps=5)
+    )
+    config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, policy="auto"))
+    new = Setting(3, 2, ("ffn",), 4, False).applied(config)
+    assert new.memory == dataclasses.replace(
+        config.memory, policy="manual", recompute=("ffn",), head_chunks=4, keep_quants=False
+    )
+    assert (new.batch.micro_batch, new.batch.grad_accumulation, new.batch.seq_len) == (3, 2, 64)
+    assert new.eval.steps == 14  # 40 sequences in whole micro-batches of 3
+    same = ("model", "data", "run", "precision", "optimizer", "schedule", "parallel", "checkpoint")
+    assert all(getattr(new, section) == getattr(config, section) for section in same)
+    assert Setting(2, 4).applied(dataclasses.replace(config, eval=EvalConfig(steps=0))).eval == (
+        EvalConfig(steps=0)
+    )
