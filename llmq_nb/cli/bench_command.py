@@ -24,11 +24,18 @@ from llmq_nb.config import Recompute
 )
 @click.option(
     "--precision",
-    "matmul",
-    default="bf16",
+    "matmuls",
+    multiple=True,
+    default=("bf16",),
     show_default=True,
     type=click.Choice(["bf16", "e4m3"]),
-    help="Format of the block products (step).",
+    help="Format of the block products (step). May be repeated.",
+)
+@click.option("--fast-accumulation", is_flag=True, help="Of FP8 products (step).")
+@click.option(
+    "--reference",
+    is_flag=True,
+    help="The batches of LLMQ's runs on an H200, and its tokens/s (step).",
 )
 @click.option(
     "--breakdown", is_flag=True, help="Milliseconds an operation, beside its budget (step)."
@@ -68,28 +75,50 @@ def _data() -> dict[str, Any]:
     return figures
 
 
-def _steps(breakdown: bool, models: tuple[str, ...], **options: Any) -> list[dict[str, Any]]:
+def _steps(
+    breakdown: bool,
+    models: tuple[str, ...],
+    matmuls: tuple[str, ...],
+    reference: bool,
+    fast_accumulation: bool,
+    **options: Any,
+) -> list[dict[str, Any]]:
     from rich.console import Console
     from rich.table import Table
 
-    from llmq_nb.train.bench_step import Setting, measure
+    from llmq_nb.train.bench_step import REFERENCE, Setting, measure, reference_setting
 
     table = Table(
-        "model", "products", "batch", "tokens/s", "MFU %", "s/step", "device GiB", "first step s"
-    )
+        "model", "products", "batch", "tokens/s", "MFU %", "s/step", "GPU idle %", "device GiB",
+        "first step s", *(["LLMQ", "share %"] if reference else []),
+    )  # fmt: skip
+    settings = [
+        reference_setting(model, matmul, fast_accumulation=fast_accumulation)
+        if reference
+        else Setting(model=model, matmul=matmul, fast_accumulation=fast_accumulation, **options)
+        for model in models
+        for matmul in matmuls
+    ]
     rows = []
-    for model in models:
-        row = measure(Setting(model=model, **options), breakdown=breakdown)
+    for setting in settings:
+        row = measure(setting, breakdown=breakdown)
         rows.append(row)
+        beside = []
+        if reference:
+            theirs = REFERENCE[setting.model, setting.matmul][-1]
+            row["llmq_tokens_per_second"] = theirs
+            beside = [f"{theirs:,}", f"{100 * row['tokens_per_second'] / theirs:.0f}"]
         table.add_row(
-            model,
-            row["matmul"],
-            f"{row['micro_batch']}x{row['grad_accumulation']}",
+            setting.model,
+            setting.matmul + ", fast" * setting.fast_accumulation,
+            f"{setting.micro_batch}x{setting.grad_accumulation}",
             f"{row['tokens_per_second']:,}",
             f"{100 * row['mfu']:.1f}",
             f"{row['seconds_per_step']:.3f}",
+            f"{100 * row['gpu_idle_share']:.2f}",
             f"{row['device_gib']:.1f}",
             f"{row['first_step_seconds']:.1f}",
+            *beside,
         )
     Console().print(table)
     for row in rows if breakdown else ():

@@ -6,8 +6,10 @@ model (`plan.cost`) gives it on this card.
 """
 
 import dataclasses
+import itertools
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from llmq_nb.config import (
 )
 from llmq_nb.core.device import create_event, elapsed_seconds, record_event, synchronize_stream
 from llmq_nb.core.dtype import DType
+from llmq_nb.core.errors import UserError
 from llmq_nb.data.loader import Position, StepBatch
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.families import preset
@@ -48,6 +51,7 @@ class Setting:
     matmul: str = "bf16"
     head_chunks: int = 1
     recompute: tuple[Any, ...] = ()
+    fast_accumulation: bool = False
 
     def config(self) -> Config:
         """BF16 states, as LLMQ's published runs have them."""
@@ -60,10 +64,43 @@ class Setting:
                 grad_accumulation=self.grad_accumulation,
                 seq_len=self.seq_len,
             ),
-            precision=PrecisionConfig(matmul="e4m3" if self.matmul == "e4m3" else None),
+            precision=PrecisionConfig(
+                matmul="e4m3" if self.matmul == "e4m3" else None,
+                fast_accumulation=self.fast_accumulation,
+            ),
             optimizer=OptimizerConfig(master="bf16", m="bf16", v="bf16"),
             memory=MemoryConfig(head_chunks=self.head_chunks, recompute=self.recompute),
         )
+
+
+REFERENCE: dict[tuple[str, str], tuple[int, int, int, int]] = {
+    ("qwen2.5-0.5b", "bf16"): (32, 4, 1, 155_700),
+    ("qwen2.5-1.5b", "bf16"): (32, 4, 4, 60_600),
+    ("qwen2.5-3b", "bf16"): (16, 8, 1, 30_850),
+    ("qwen2.5-7b", "bf16"): (4, 16, 1, 13_650),
+    ("qwen2.5-0.5b", "e4m3"): (32, 4, 1, 178_800),
+    ("qwen2.5-1.5b", "e4m3"): (32, 4, 4, 77_100),
+    ("qwen2.5-3b", "e4m3"): (16, 8, 1, 41_800),
+    ("qwen2.5-7b", "e4m3"): (8, 8, 1, 20_500),
+}
+"""LLMQ's own runs on an H200, seq_len 1024, of 2026-11-30: (micro_batch, grad_accumulation,
+head_chunks, tokens/s) by model and products."""
+
+
+def reference_setting(model: str, matmul: str, *, fast_accumulation: bool) -> Setting:
+    """The batch of LLMQ's run. Raises UserError for a model that it was not run with."""
+    if (model, matmul) not in REFERENCE:
+        known = ", ".join(sorted({name for name, _ in REFERENCE}))
+        raise UserError(f"no reference run of {model}", where="--model", mend=f"one of {known}")
+    micro_batch, accumulation, chunks, _ = REFERENCE[model, matmul]
+    return Setting(
+        model=model,
+        micro_batch=micro_batch,
+        grad_accumulation=accumulation,
+        matmul=matmul,
+        head_chunks=chunks,
+        fast_accumulation=fast_accumulation and matmul == "e4m3",
+    )
 
 
 def random_batch(config: Config, model: ModelConfig) -> StepBatch:
@@ -118,6 +155,7 @@ def measure(setting: Setting, *, breakdown: bool = False) -> dict[str, Any]:
             ),
             4,
         ),
+        "gpu_idle_share": round(idle_share(engine, lambda: step(WARM_STEPS + STEPS)), 5),
         "device_gib": round(engine.plan.total / 2**30, 2),
         "losses": [round(loss, 4) for loss in losses],
     }
@@ -128,6 +166,32 @@ def measure(setting: Setting, *, breakdown: bool = False) -> dict[str, Any]:
         figures["breakdown"] = [_rounded(row) for row in compare(measured, budget)]
     engine.close()
     return figures
+
+
+def idle_share(engine: CudaEngine, step: Callable[[], None]) -> float:
+    """Share of two steps in which the GPU had nothing to do between one graph and the next.
+
+    The copies of a micro-step's inputs, between two graphs too, count as idle.
+    """
+    events: list[tuple[Any, Any]] = []
+    run = engine._run
+
+    def timed(name: str, work: Callable[[], None]) -> None:
+        start, end = create_event(timing=True), create_event(timing=True)
+        record_event(start, engine.stream)
+        run(name, work)
+        record_event(end, engine.stream)
+        events.append((start, end))
+
+    engine._run = timed
+    try:
+        step()
+        step()
+    finally:
+        engine._run = run
+    pairs = itertools.pairwise(events)
+    idle = sum(elapsed_seconds(before[1], after[0]) for before, after in pairs)
+    return idle / elapsed_seconds(events[0][0], events[-1][1])
 
 
 def _rounded(row: Row) -> dict[str, Any]:
