@@ -5,10 +5,10 @@
     python -m bench.fp8_curves report --out DIR                   curves.json, curves.png, figures
 
 The text is the Python sources, headers and documents of this Python, its packages and the system,
-each file once, by bytes; a fiftieth of the files is held out. Runs are apart so that each can be timed and
-repeated; one that is cut short still has its log. `--stop n` ends a run after n steps of the same
-schedule. `halves` has the batches of e4m3 in two micro-batches each: other absmax, other sums, so
-how far it strays from e4m3 is the noise that emulation is held against.
+each file once, by bytes; a fiftieth of the files is held out. Runs are apart so that each can be
+timed and repeated; one that is cut short still has its log. `--stop n` ends a run after n steps of
+the same schedule. `halves` has the batches of e4m3 in two micro-batches each: other absmax, other
+sums, so how far it strays from e4m3 is the noise that emulation is held against.
 """
 
 import argparse
