@@ -9,8 +9,8 @@ None of them changes what is computed: recomputation and kept codes not a bit, m
 chunks the order of sums. Memory comes from the plan itself, to the byte; time from `plan.cost`.
 
 The search takes (micro_batch, recompute, keep_quants) in order of their time with the fewest
-chunks, and gives each the fewest chunks that fit: memory falls with chunks and rises with
-micro_batch, time rises with chunks. It ends when no other can be faster.
+chunks, and gives each the fewest chunks that fit. It ends when no other can be faster. Memory rises
+with micro_batch and falls with chunks, but for the gaps in the arena of temporaries (`GAPS`).
 """
 
 import dataclasses
@@ -30,6 +30,9 @@ Kind = Literal["cpu", "cuda"]
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)
 LEAST_ROWS = 256
 """Of a chunk of the LM head: with fewer, its product reads the table for too little work."""
+
+GAPS = 1 / 8
+"""Of the temporaries: more than the arena's gaps ever made a smaller setting larger."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class Search:
     ) -> None:
         self.config, self.model, self.rates, self.kind = config, model, rates, kind
         self._updates: dict[bool, float] = {}
-        self._totals: dict[Setting, int] = {}
+        self._planned: dict[Setting, tuple[int, int]] = {}
 
     def seconds(self, setting: Setting) -> float:
         """Predicted time of an optimizer step."""
@@ -133,10 +136,14 @@ class Search:
 
     def total(self, setting: Setting) -> int:
         """Bytes of our allocation."""
-        if setting not in self._totals:
+        return self._sizes(setting)[0]
+
+    def _sizes(self, setting: Setting) -> tuple[int, int]:
+        """(our allocation, the temporaries in it) [bytes]."""
+        if setting not in self._planned:
             plan = run_plan(setting.applied(self.config), self.model, self.kind)
-            self._totals[setting] = plan.total
-        return self._totals[setting]
+            self._planned[setting] = plan.total, plan.group_bytes()["scratch"]
+        return self._planned[setting]
 
     def choose(self, limit: int) -> Choice | None:
         """The fastest setting that takes at most `limit` bytes; None if none does.
@@ -157,54 +164,58 @@ class Search:
             if lever.micro_batch > largest[variant]:
                 continue
             found = self._fewest_chunks(lever, limit)
-            if best is None or self._key(found) < best[0]:
-                seconds = self.seconds(found)
-                best = self._key(found), Choice(found, self.total(found), seconds)
+            if found is not None and (best is None or self._key(found) < best[0]):
+                best = self._key(found), self._choice(found)
         return None if best is None else best[1]
 
     def smallest(self) -> Choice:
         """The setting that takes the least memory."""
-        least = [lever for lever in _levers(self.config) if lever.micro_batch == 1]
-        found = min((self._most_chunks(lever) for lever in least), key=self.total)
-        return Choice(found, self.total(found), self.seconds(found))
+        ones = [s for s in settings(self.config) if s.micro_batch == 1]
+        most = chunk_counts(self.config, 1)[-1]
+        bound = min(self.total(s) for s in ones if s.head_chunks == most)
+        near = [s for s in ones if s.head_chunks == most or self._may_fit(s, bound, most)]
+        return self._choice(min(near, key=self.total))
 
     def _key(self, setting: Setting) -> tuple[float, int, int, int]:
         # a relative 1e-12 of time is rounding, not speed
         seconds = float(f"{self.seconds(setting):.12g}")
         return seconds, -setting.micro_batch, len(setting.recompute), setting.head_chunks
 
-    def _most_chunks(self, setting: Setting) -> Setting:
-        chunks = chunk_counts(self.config, setting.micro_batch)[-1]
-        return dataclasses.replace(setting, head_chunks=chunks)
+    def _choice(self, setting: Setting) -> Choice:
+        return Choice(setting, self.total(setting), self.seconds(setting))
+
+    def _may_fit(self, setting: Setting, limit: int, most: int) -> bool:
+        """Whether some number of chunks can fit: with the most it does, or lacks no more than the
+        arena's gaps."""
+        total, temporaries = self._sizes(dataclasses.replace(setting, head_chunks=most))
+        return total - GAPS * temporaries <= limit
 
     def _largest_micro_batch(self, setting: Setting, limit: int) -> int:
-        """The largest that fits with the most chunks; 0: none does."""
+        """The largest that may fit; 0: none."""
         sequences = setting.micro_batch * setting.grad_accumulation
         sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
 
-        def fits(size: int) -> bool:
+        def may_fit(size: int) -> bool:
             same = dataclasses.replace(
                 setting, micro_batch=size, grad_accumulation=sequences // size
             )
-            return self.total(self._most_chunks(same)) <= limit
+            return self._may_fit(same, limit, chunk_counts(self.config, size)[-1])
 
-        if not fits(1):  # the usual end of a search without room
+        if not may_fit(1):  # the usual end of a search without room
             return 0
-        low, high = 1, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+        low, high = 1, len(sizes)  # sizes[:low] may fit, sizes[high:] do not
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
+            low, high = (middle + 1, high) if may_fit(sizes[middle]) else (low, middle)
         return sizes[low - 1]
 
-    def _fewest_chunks(self, setting: Setting, limit: int) -> Setting:
-        """The setting with the fewest chunks that fit; with the most it is known to fit."""
-        counts = chunk_counts(self.config, setting.micro_batch)
-        low, high = 0, len(counts) - 1
-        while low < high:
-            middle = (low + high) // 2
-            fits = self.total(dataclasses.replace(setting, head_chunks=counts[middle])) <= limit
-            low, high = (low, middle) if fits else (middle + 1, high)
-        return dataclasses.replace(setting, head_chunks=counts[low])
+    def _fewest_chunks(self, setting: Setting, limit: int) -> Setting | None:
+        """The setting with the fewest chunks that fit; None: with none it does."""
+        for chunks in chunk_counts(self.config, setting.micro_batch):
+            chunked = dataclasses.replace(setting, head_chunks=chunks)
+            if self.total(chunked) <= limit:
+                return chunked
+        return None
 
     def _states(self) -> int:
         """Bytes that no lever changes, at least."""
