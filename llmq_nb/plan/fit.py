@@ -121,7 +121,8 @@ class Search:
     def __init__(
         self, config: Config, model: ModelConfig, rates: Rates, *, kind: Kind = "cuda"
     ) -> None:
-        self.config, self.model, self.rates, self.kind = config, model, rates, kind
+        self.config, self.model, self.rates = config, model, rates
+        self.kind: Kind = kind
         self._updates: dict[bool, float] = {}
         self._planned: dict[Setting, tuple[int, int]] = {}
 
