@@ -12,7 +12,18 @@ import click
 
 from llmq_nb.core.errors import EXIT_FAILURE, EXIT_USER, MachineError, UserError
 
-COMMANDS = ("train", "tokenize", "export", "generate", "eval", "plot", "compile", "bench", "doctor")
+COMMANDS = (
+    "train",
+    "tokenize",
+    "export",
+    "generate",
+    "eval",
+    "plot",
+    "plan",
+    "compile",
+    "bench",
+    "doctor",
+)
 
 
 class Commands(click.Group):

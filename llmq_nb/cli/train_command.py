@@ -23,7 +23,7 @@ def command(config: str, overrides: tuple[str, ...], resume: str, dry_run: bool)
     parsed = load_config(config, overrides)
     if dry_run:
         with Trainer(parsed, resume=resume) as trainer:
-            click.echo(to_toml(parsed))
+            click.echo(to_toml(trainer.config))
             click.echo(f"# {trainer.total_steps} steps, {trainer.progress.step} of them done")
         return 0
     return run(parsed, resume=resume, argv=sys.argv[1:])

@@ -1,6 +1,6 @@
 """`memory.policy = "auto"`: the fastest setting of the memory levers that fits.
 
-    micro_batch    every divisor of the sequences of an optimizer step, which stay what they are
+    micro_batch    every divisor of an optimizer step's sequences, whose number stays
     recompute      the 19 subsets that differ in what they drop
     head_chunks    powers of two
     keep_quants    with FP8 products
@@ -15,8 +15,9 @@ with micro_batch and falls with chunks, but for the gaps in the arena of tempora
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from llmq_nb.config import Config, Recompute
 from llmq_nb.model.config import ModelConfig
@@ -24,13 +25,18 @@ from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.plan.buffers import Plan, make_plan
 from llmq_nb.plan.cost import micro_step_work, optimizer_work, total
 from llmq_nb.plan.rates import Rates
-from llmq_nb.plan.workspace import workspace_buffers
 
 Kind = Literal["cpu", "cuda"]
+LEVERS = {
+    "batch": ("micro_batch", "grad_accumulation"),
+    "memory": ("recompute", "head_chunks", "keep_quants"),
+}
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)
 LEAST_ROWS = 256
 """Of a chunk of the LM head: with fewer, its product reads the table for too little work."""
 
+MOST_SEQUENCES = 4096
+"""Of a micro-batch."""
 GAPS = 1 / 8
 """Of the temporaries: more than the arena's gaps ever made a smaller setting larger."""
 
@@ -76,10 +82,36 @@ class Choice:
     seconds: float
 
 
+def setting_of(config: Config) -> Setting:
+    """The levers as a config has them."""
+    b, m = config.batch, config.memory
+    return Setting(b.micro_batch, b.grad_accumulation, m.recompute, m.head_chunks, m.keep_quants)
+
+
+def changes(config: Config, setting: Setting) -> list[str]:
+    """A setting as `section.key=value`, where it differs from the config's."""
+    new, out = setting.applied(config), []
+    for section, keys in LEVERS.items():
+        for key in keys:
+            old, value = (getattr(getattr(c, section), key) for c in (config, new))
+            if old != value:
+                out.append(f"{section}.{key}={_toml(value)}")
+    return out
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(list(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def run_plan(config: Config, model: ModelConfig, kind: Kind) -> Plan:
     """The plan that the engine of this kind allocates."""
-    extra = workspace_buffers(config, model) if kind == "cuda" else ()
-    return make_plan(config, model, extra=extra)
+    if kind == "cpu":
+        return make_plan(config, model)
+    from llmq_nb.plan.workspace import workspace_buffers  # it asks the kernels: half a second
+
+    return make_plan(config, model, extra=workspace_buffers(config, model))
 
 
 def settings(config: Config) -> Iterator[Setting]:
@@ -87,6 +119,11 @@ def settings(config: Config) -> Iterator[Setting]:
     for lever in _levers(config):
         for chunks in chunk_counts(config, lever.micro_batch):
             yield dataclasses.replace(lever, head_chunks=chunks)
+
+
+def micro_batches(sequences: int) -> list[int]:
+    """The ways to cut a step's sequences into equal micro-batches, rising."""
+    return [n for n in range(1, min(sequences, MOST_SEQUENCES) + 1) if sequences % n == 0]
 
 
 def chunk_counts(config: Config, micro_batch: int) -> list[int]:
@@ -97,11 +134,11 @@ def chunk_counts(config: Config, micro_batch: int) -> list[int]:
 
 def _levers(config: Config) -> Iterator[Setting]:
     """Settings with one chunk. Offload, once there is one, is another factor of this product."""
-    b = config.batch
-    sequences = b.micro_batch * b.grad_accumulation
-    sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    sequences = config.batch.micro_batch * config.batch.grad_accumulation
     quants = (True, False) if config.precision.matmul == "e4m3" else (config.memory.keep_quants,)
-    for size, recompute, keep in itertools.product(sizes, recompute_subsets(), quants):
+    for size, recompute, keep in itertools.product(
+        micro_batches(sequences), recompute_subsets(), quants
+    ):
         yield Setting(size, sequences // size, recompute, keep_quants=keep)
 
 
@@ -194,7 +231,7 @@ class Search:
     def _largest_micro_batch(self, setting: Setting, limit: int) -> int:
         """The largest that may fit; 0: none."""
         sequences = setting.micro_batch * setting.grad_accumulation
-        sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+        sizes = micro_batches(sequences)
 
         def may_fit(size: int) -> bool:
             same = dataclasses.replace(

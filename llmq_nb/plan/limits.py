@@ -1,6 +1,6 @@
 """How much device memory our one allocation may take, and what a plan cannot know.
 
-    room = min(device memory, memory.device_limit) - context - reserve
+    room = min(device memory, memory.device_limit) - CONTEXT - RESERVE
 
 Source   Contexts: 291 MiB on an RTX 3090 (llama.cpp), 0.5 GiB on an A100. WSL2: Windows keeps
          about 15 % of a card (ollama), pinned memory ends at 0.5 to 1 GiB in total (NVIDIA's WSL
@@ -28,14 +28,9 @@ def device_limit(config: Config) -> int | None:
     return None if text is None else parse_bytes(text, where="memory.device_limit")
 
 
-def room(config: Config, device_memory: int) -> int:
-    """Bytes for our allocation on a card of so much memory, nothing else running."""
-    limit = device_limit(config)
-    return (device_memory if limit is None else min(device_memory, limit)) - CONTEXT - RESERVE
-
-
 def room_now(config: Config, free: int) -> int:
-    """The same for this process: `free` is what the driver says once our context exists."""
+    """Bytes for our allocation in this process. free: what the driver says once our context
+    exists."""
     limit = device_limit(config)
     return (free if limit is None else min(free, limit - CONTEXT)) - RESERVE
 

@@ -128,11 +128,17 @@ COPY = 4250 / 4800
 
 def rates_of(device_name: str) -> Rates:
     """The rates of a device by its name. UserError for a card that is not in the table."""
-    try:
-        name = card_of(device_name)
-    except UserError as error:
-        raise UserError(error.what, mend=f"known are {', '.join(CARDS)}") from None
-    return H200 if name == "H200" else predicted(name)
+    for name in (device_name, f"GeForce {device_name}"):  # people leave the word out
+        try:
+            card = card_of(name)
+        except UserError:
+            continue
+        return H200 if card == "H200" else predicted(card)
+    raise UserError(f"the rates of {device_name!r} are not known", mend=f"choose {_names()}")
+
+
+def _names() -> str:
+    return ", ".join(name.removeprefix("GeForce ") for name in CARDS)
 
 
 def predicted(name: str) -> Rates:

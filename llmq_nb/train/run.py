@@ -41,6 +41,7 @@ def run(
         only_run_in(Path(config.out_dir)) as claim,
         Trainer(config, resume=resume) as trainer,
     ):
+        config = trainer.config  # resolved
         trainer.make_out_dir()
         claim()
         remove_torn(trainer.out_dir / "config.toml")

@@ -162,9 +162,6 @@ def check_supported(config: Config, device: Device) -> None:
     if len(ranks) > 1:
         mend = "this version trains on one rank: leave it out"
         raise UserError(f"devices = {list(ranks)}", where="parallel.devices", mend=mend)
-    if config.memory.policy == "auto":
-        mend = "choose recompute and head_chunks yourself: policy = 'manual'"
-        raise UserError("policy = 'auto' is not implemented", where="memory.policy", mend=mend)
     if device.kind == "cpu" and config.memory.offload:
         mend = "the cpu engine's memory is host memory already: leave it out"
         raise UserError(
@@ -174,8 +171,12 @@ def check_supported(config: Config, device: Device) -> None:
 
 def check_memory(config: Config, model: ModelConfig) -> None:
     """Raise UserError where the cpu engine would not fit into the machine's memory."""
-    step = config.tokens_per_step(world_size=1)
-    check_host_memory(make_plan(config, model).total + 2 * BATCH_BYTES * step)
+    check_host_memory(make_plan(config, model).total + batch_bytes(config))
+
+
+def batch_bytes(config: Config) -> int:
+    """Host memory of this step's batch and the next one's."""
+    return 2 * BATCH_BYTES * config.tokens_per_step(world_size=1)
 
 
 def check_writable(folder: Path) -> None:

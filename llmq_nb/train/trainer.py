@@ -43,6 +43,7 @@ from llmq_nb.train.engine import Engine, make_engine
 from llmq_nb.train.gradients import loss_and_gradients
 from llmq_nb.train.health import is_due
 from llmq_nb.train.initial import set_random_weights, set_weights
+from llmq_nb.train.memory_policy import resolve_memory
 from llmq_nb.train.schedule import check_schedule, learning_rate
 
 CHECKPOINTS = "checkpoints"
@@ -56,6 +57,8 @@ class Trainer:
     starts anew and refuses a folder with checkpoints; a path is the checkpoint to go on from, or a
     run's folder, of which it is the newest.
     announce: takes the one-line facts of the start.
+
+    `config` is the resolved one: what `memory.policy = "auto"` chose stands in it.
     """
 
     def __init__(
@@ -65,7 +68,6 @@ class Trainer:
         resume: str | Literal["auto", "none"] = "auto",
         announce: Callable[[str], None] = print_line,
     ) -> None:
-        self.config = config
         found = setup.choose_device(config)
         setup.check_supported(config, found)
         if config.schedule.steps is not None:
@@ -85,6 +87,14 @@ class Trainer:
         checkpoint = None
         if self.resumed is not None:
             checkpoint = snapshot.open_checkpoint(self.resumed, self.model)
+        self.config = config = resolve_memory(
+            config,
+            self.model,
+            self.device.kind,
+            checkpoint,
+            announce,
+            batch_bytes=setup.batch_bytes(config),
+        )
         if self.device.kind == "cpu":
             setup.check_memory(config, self.model)
         self.data = setup.open_data(config, self.source, announce)

@@ -21,6 +21,7 @@ OPTIONS = {
     "generate": ["--prompt", "--temperature", "--top-p", "--seed"],
     "eval": ["--data", "--seq-len", "--json"],
     "plot": ["--out", "--over"],
+    "plan": ["--set", "--card", "--device-memory", "--host-memory", "--gpus", "--json"],
     "compile": ["--set"],
     "bench": ["--json"],
     "doctor": [],

@@ -89,7 +89,10 @@ CONFIGS: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     ),
     "device": ({"run": {"device": "cuda"}}, ["run.device", "auto or cpu"]),
     "ranks": ({"parallel": {"devices": [0, 1]}}, ["parallel.devices", "[0, 1]"]),
-    "policy": ({"memory": {"policy": "auto"}}, ["memory.policy", "manual"]),
+    "policy": (
+        {"memory": {"policy": "auto"}, "batch": {"grad_accumulation": 10**9}},
+        ["memory.policy", "no setting fits", "the least takes"],
+    ),
     "offload": ({"memory": {"offload": ["m"]}}, ["memory.offload", "leave it out"]),
     "tracker": ({"log": {"trackers": ["trackio"]}}, ["trackio", "log.trackers", "pip install"]),
     "sample": ({"log": {"sample": ""}}, ["log.sample", "prompt"]),

@@ -1,0 +1,138 @@
+"""`llmq-nb plan`: does a run fit, and how fast will it be? Needs no GPU."""
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from llmq_nb.config import Config
+from llmq_nb.core.errors import UserError
+
+if TYPE_CHECKING:  # imported when it runs: --help waits for nothing
+    from llmq_nb.plan.report import Machine
+
+DEFAULT_CARD = "H200"
+"""Where this machine has no GPU and none is named: the one whose rates were measured."""
+
+
+@click.command("plan")
+@click.argument("config", type=click.Path())
+@click.option("--set", "overrides", multiple=True, metavar="section.key=value", help="Override.")
+@click.option(
+    "--card", help='The GPU to plan for, such as "RTX 4090"; else the one of this machine.'
+)
+@click.option(
+    "--device-memory", metavar="SIZE", help="Of the GPU, such as 15.5GiB; else the card's."
+)
+@click.option("--host-memory", metavar="SIZE", help="Of the machine, such as 64GiB.")
+@click.option("--gpus", default=1, show_default=True, type=click.IntRange(1), help="GPUs of a run.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+def command(
+    config: str,
+    overrides: tuple[str, ...],
+    card: str | None,
+    device_memory: str | None,
+    host_memory: str | None,
+    gpus: int,
+    as_json: bool,
+) -> None:
+    """Does the run of CONFIG fit, and how fast will it be? Says where every byte goes, and what
+    would make it fit. Reads no data and needs no GPU."""
+    from rich.console import Console
+
+    from llmq_nb.config_file import load_config
+    from llmq_nb.plan.fit import Search
+    from llmq_nb.plan.rates import H200
+    from llmq_nb.plan.render import print_report, to_json
+    from llmq_nb.plan.report import make_report
+    from llmq_nb.train.setup import resolve_model
+
+    parsed = load_config(config, overrides)
+    _check_supported(parsed, gpus)
+    console = Console(width=None, highlight=False, markup=False, emoji=False)
+    quiet = Console(quiet=True)
+    out = quiet if as_json else console
+    model = resolve_model(parsed, out.print).model
+    machine, reason = _machine(parsed, model.D, card, device_memory, host_memory)
+    parsed = _with_fp8_units(parsed, machine)
+    search = Search(parsed, model, machine.rates or H200, kind=machine.kind)
+    report = make_report(parsed, model, machine, search)
+    if as_json:
+        click.echo(json.dumps(to_json(report), indent=2))
+        return
+    out.print(reason)
+    print_report(report, out)
+
+
+def _check_supported(config: Config, gpus: int) -> None:
+    """Refuse by name what no run of this version does."""
+    if gpus != 1:
+        what = f"--gpus {gpus}"
+        raise UserError(what, mend="this version trains on one GPU: leave it out")
+    if len(config.parallel.devices or (0,)) > 1:
+        what = f"devices = {list(config.parallel.devices or ())}"
+        mend = "this version trains on one rank: leave it out"
+        raise UserError(what, where="parallel.devices", mend=mend)
+    if config.memory.offload:
+        mend = "leave it out; memory.recompute and memory.head_chunks save device memory"
+        raise UserError("offload is not part of this version", where="memory.offload", mend=mend)
+
+
+def _machine(
+    config: Config, head_dim: int, card: str | None, device: str | None, host: str | None
+) -> "tuple[Machine, str]":
+    """What to plan for, and a line that says so."""
+    from llmq_nb.core.host import available_bytes
+    from llmq_nb.core.sizes import parse_bytes
+    from llmq_nb.plan.limits import under_wsl
+    from llmq_nb.plan.rates import CARDS, rates_of
+    from llmq_nb.plan.report import Machine
+    from llmq_nb.train.setup import CUDA_HEAD_DIMS
+
+    memory = None if host is None else parse_bytes(host, where="--host-memory")
+    given = None if device is None else parse_bytes(device, where="--device-memory")
+    if config.run.device == "cpu" or (
+        config.run.device == "auto" and head_dim not in CUDA_HEAD_DIMS
+    ):
+        why = "as run.device says" if config.run.device == "cpu" else f"head_dim {head_dim}"
+        has = memory if memory is not None else available_bytes() or 0
+        source = "this machine" if memory is None else "--host-memory"
+        return Machine("cpu", has, memory, source, None), f"planned for the cpu engine ({why})"
+    if head_dim not in CUDA_HEAD_DIMS:
+        mend = f"the GPU's attention has {' and '.join(map(str, CUDA_HEAD_DIMS))}"
+        raise UserError(f"head_dim {head_dim}", where="run.device", mend=mend)
+    name, why = (card, "as asked") if card else _local_card()
+    rates = rates_of(name)
+    total = CARDS[rates.card].mib << 20 if given is None else given
+    wsl = under_wsl() and given is None and card is None
+    source = "the card" if given is None else "--device-memory"
+    return Machine("cuda", total, memory, source, rates, wsl), f"planned for {rates.card} ({why})"
+
+
+def _local_card() -> tuple[str, str]:
+    """The GPU of this machine if its rates are known, else the measured one, and why."""
+    from llmq_nb.core.driver import find_driver
+    from llmq_nb.plan.rates import rates_of
+
+    driver = find_driver()
+    if driver is None:
+        return DEFAULT_CARD, "no GPU here; --card names another"
+    try:
+        rates_of(driver.devices[0])
+    except UserError:
+        return DEFAULT_CARD, f"{driver.devices[0]} is not in the table; --card names another"
+    return driver.devices[0], "the GPU of this machine"
+
+
+def _with_fp8_units(config: Config, machine: "Machine") -> Config:
+    """FP8 products on a card without FP8 units are emulated, which takes memory."""
+    p = config.precision
+    none = machine.kind == "cuda" and machine.rates is not None and machine.rates.fp8 is None
+    if p.matmul != "e4m3" or not none:
+        return config
+    if p.fp8_units == "hardware":
+        what = f"{machine.rates.card if machine.rates else ''} has no FP8 units"
+        raise UserError(what, where="precision.fp8_units", mend="set it to auto or emulate")
+    emulated = dataclasses.replace(p, fp8_units="emulate")
+    return dataclasses.replace(config, precision=emulated)

@@ -1,0 +1,198 @@
+"""A plan's report as text for people and as JSON."""
+
+import dataclasses
+import shlex
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llmq_nb.config import Config
+from llmq_nb.core.sizes import format_bytes
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.parameters import parameter_count
+from llmq_nb.plan.buffers import Group
+from llmq_nb.plan.cost import tokens_per_second
+from llmq_nb.plan.fit import LEVERS, Choice, changes, run_plan, setting_of
+from llmq_nb.plan.limits import device_limit
+from llmq_nb.plan.report import Report
+
+SHORT_STEP = 0.01
+"""Below it a step waits for Python and the loader [s]."""
+STATES: tuple[Group, ...] = ("weights", "gradients", "master", "m", "v")
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The table, the verdict, the speed and the warnings."""
+    console.print(_table(report))
+    for line in [*_verdict(report), *_speed(report)]:
+        console.print(line, soft_wrap=True)
+    for warning in report.warnings:
+        console.print(f"note: {warning}", soft_wrap=True)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Bytes, seconds and settings; `free` is negative where the plan is short."""
+    r, machine = report, report.machine
+    return {
+        "kind": machine.kind,
+        "card": None if machine.rates is None else machine.rates.card,
+        "parameters": parameter_count(r.model),
+        "setting": _setting_json(r.config),
+        "lines": [dataclasses.asdict(line) for line in r.lines],
+        "allocation": r.plan.total,
+        "limit": r.limit,
+        "reserve": r.reserve,
+        "free": r.free,
+        "fits": r.fits,
+        "suggestion": _choice_json(r, r.better),
+        "least": _choice_json(r, r.least),
+        "speed": None if r.speed is None else dataclasses.asdict(r.speed),
+        "warnings": list(r.warnings),
+    }
+
+
+def _setting_json(config: Config) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": getattr(getattr(config, section), key)
+        for section, keys in LEVERS.items()
+        for key in keys
+    }
+
+
+def _choice_json(r: Report, choice: Choice | None) -> dict[str, Any] | None:
+    if choice is None:
+        return None
+    return {
+        "setting": _setting_json(choice.setting.applied(r.config)),
+        "allocation": choice.total,
+        "tokens_per_second": _rate(r, choice),
+    }
+
+
+def _rate(r: Report, choice: Choice) -> float | None:
+    """Predicted tokens/s."""
+    rates = r.machine.rates
+    if rates is None:
+        return None
+    return tokens_per_second(choice.setting.applied(r.config), r.model, rates)
+
+
+def _table(r: Report) -> Table:
+    table = Table("where", "what", title=_title(r), title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("size", justify="right")
+    table.add_column("which is")
+    previous = None
+    for line in r.lines:
+        if previous is not None and line.ours != previous.ours:
+            note = "one allocation, exact to the byte"
+            table.add_row("", "all of it", format_bytes(r.plan.total), note, style="bold")
+        same = previous is not None and previous.place == line.place
+        where = "" if same else line.place
+        table.add_row(where, line.category, format_bytes(line.nbytes), line.note)
+        previous = line
+    return table
+
+
+def _title(r: Report) -> str:
+    b, p = r.config.batch, r.config.precision
+    count = parameter_count(r.model)
+    size = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+    times = f"{b.grad_accumulation} micro-batches" if b.grad_accumulation > 1 else "1 micro-batch"
+    return (
+        f"{r.config.model.path}: {size} parameters, products in {p.matmul or p.dtype}\n"
+        f"a step: {times} of {b.micro_batch} x {b.seq_len} tokens"
+    )
+
+
+def _verdict(r: Report) -> list[str]:
+    limit, needed = r.limit + r.reserve, format_bytes(r.plan.total + r.reserve)
+    capped = r.machine.kind == "cuda" and device_limit(r.config) == limit
+    has = f"{format_bytes(limit)} of {'memory.device_limit' if capped else r.machine.source}"
+    lines = []
+    if r.asked.memory.policy == "auto":
+        chosen = changes(r.asked, setting_of(r.config))
+        lines.append(f"memory.policy = auto chose: {_list(chosen) or 'the setting as it is'}")
+    if r.fits:
+        lines.append(f"fits: {needed} of the {has}, {format_bytes(r.free)} free")
+        if r.better is not None:
+            lines.append(f"faster, and fits: {_proposal(r, r.better)}")
+        return lines
+    lines.append(f"short by {format_bytes(-r.free)}: needs {needed}, there are {has}")
+    if r.better is not None:
+        return [*lines, f"cheapest way to fit: {_proposal(r, r.better)}"]
+    assert r.least is not None
+    least = format_bytes(r.least.total + r.reserve)
+    lines.append(
+        f"no micro_batch, recompute or head_chunks makes it fit; the least is {least}:"
+        f" {_list(changes(r.asked, r.least.setting))}"
+    )
+    return [*lines, *_states(r)]
+
+
+def _states(r: Report) -> list[str]:
+    """Where nothing fits: what is left is how much each parameter takes."""
+    o = r.config.optimizer
+    if (o.master, o.m, o.v) == ("bf16", "bf16", "bf16"):
+        return ["a smaller model, or a card with more memory: offload is not part of this version"]
+    small = dataclasses.replace(o, master="bf16", m="bf16", v="bf16")
+    config = dataclasses.replace(r.config, optimizer=small)
+    sizes = [_states_bytes(c, r.model, r) for c in (r.config, config)]
+    own, less = (format_bytes(size) for size in sizes)
+    return [
+        f"of it weights, gradients and optimizer states: {own}; with optimizer.master, m and v ="
+        f" 'bf16' {less} (stochastically rounded; the run's numbers change)"
+    ]
+
+
+def _states_bytes(config: Config, model: ModelConfig, r: Report) -> int:
+    groups = run_plan(config, model, r.machine.kind).group_bytes()
+    return sum(groups.get(name, 0) for name in STATES)
+
+
+def _list(settings: list[str]) -> str:
+    return " ".join(f"--set {shlex.quote(s)}" for s in settings)
+
+
+def _proposal(r: Report, choice: Choice) -> str:
+    """The settings to change, what they take, and their speed beside this plan's."""
+    text = f"{_list(changes(r.config, choice.setting))} ({format_bytes(choice.total + r.reserve)}"
+    rate = _rate(r, choice)
+    return f"{text})" if rate is None else f"{text}, {_round(rate)} tokens/s)"
+
+
+def _speed(r: Report) -> list[str]:
+    if r.speed is None or r.machine.rates is None:
+        return []
+    s, rates = r.speed, r.machine.rates
+    step = r.config.tokens_per_step(world_size=1)
+    why = "from rates measured on one" if rates.measured else "from its data sheet, to some 20 %"
+    speed = "speed" if r.fits else "speed, if it did fit"
+    lines = [
+        f"{speed}: about {_round(s.tokens_per_second)} tokens/s on one {rates.card} ({why}),"
+        f" {_seconds(s.step_seconds)} for a step of {step:,} tokens"
+    ]
+    shares = sorted(s.parts.items(), key=lambda item: -item[1])
+    named = ", ".join(f"{n} {100 * t / s.step_seconds:.0f} %" for n, t in shares if t)
+    lines.append(f"of it: {named}")
+    if r.config.schedule.steps is not None:
+        run = r.config.schedule.steps * s.step_seconds
+        lines.append(f"{r.config.schedule.steps:,} steps: {_seconds(run)} without evaluations")
+    if r.config.precision.dtype == "fp32":
+        lines.append("note: FP32 is for tests; its speed is a guess")
+    if s.step_seconds < SHORT_STEP:
+        lines.append("note: this is the GPU's time; for so short a step the host needs longer")
+    return lines
+
+
+def _round(rate: float) -> str:
+    """Three digits."""
+    return f"{float(f'{rate:.3g}'):,.0f}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"

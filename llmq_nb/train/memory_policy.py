@@ -1,0 +1,84 @@
+"""`memory.policy = "auto"` in a run: what is chosen, from what is free on this device now.
+
+The choice becomes part of the resolved config, which is saved with the run and its checkpoints: a
+resumed run keeps it, however much is free by then.
+"""
+
+from collections.abc import Callable
+
+from llmq_nb.config import Config
+from llmq_nb.config_file import parse_config
+from llmq_nb.core.errors import UserError
+from llmq_nb.core.host import available_bytes
+from llmq_nb.core.sizes import format_bytes
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.plan.fit import Search, changes, setting_of
+from llmq_nb.plan.limits import room_now
+from llmq_nb.plan.rates import H200, Rates, rates_of
+from llmq_nb.train.checkpoint import Checkpoint
+
+
+def resolve_memory(
+    config: Config,
+    model: ModelConfig,
+    kind: str,
+    checkpoint: Checkpoint | None,
+    announce: Callable[[str], None],
+    *,
+    batch_bytes: int,
+) -> Config:
+    """The config with the levers chosen; itself where the policy is "manual".
+
+    kind: of the engine. batch_bytes: host memory of the loader's batches.
+
+    Raises UserError where nothing fits.
+    """
+    if config.memory.policy != "auto":
+        return config
+    if checkpoint is not None:
+        saved = parse_config(checkpoint.state["config"], where=str(checkpoint.path))
+        if saved.batch.seq_len == config.batch.seq_len and _sequences(saved) == _sequences(config):
+            announce("memory: as the checkpoint's run chose")
+            return setting_of(saved).applied(config)
+    if kind == "cuda":
+        planned, limit, rates = _on_gpu(config)
+    else:
+        planned, limit, rates = config, _host_bytes() - batch_bytes, H200
+    search = Search(planned, model, rates, kind="cuda" if kind == "cuda" else "cpu")
+    choice = search.choose(limit)
+    if choice is None:
+        least = search.smallest()
+        raise UserError(
+            f"no setting fits: the least takes {format_bytes(least.total)}, there are"
+            f" {format_bytes(max(limit, 0))}",
+            where="memory.policy",
+            mend="llmq-nb plan shows what takes it",
+        )
+    resolved = choice.setting.applied(config)
+    chosen = ", ".join(changes(config, choice.setting)) or "the setting as it is"
+    announce(f"memory: auto chose {chosen} ({format_bytes(choice.total)})")
+    return resolved
+
+
+def _on_gpu(config: Config) -> tuple[Config, int, Rates]:
+    """(the config as the engine will have it, bytes for its allocation, the card's rates)."""
+    from llmq_nb.core.device import open_device
+    from llmq_nb.train.engine_cuda import with_fp8_units
+
+    device = open_device((config.parallel.devices or (0,))[0])
+    try:
+        rates = rates_of(device.name)
+    except UserError:  # the order of settings hardly depends on the card
+        rates = H200
+    return with_fp8_units(config, device), room_now(config, device.free_bytes()), rates
+
+
+def _host_bytes() -> int:
+    """Free host memory; where the system is silent, no limit."""
+    found = available_bytes()
+    return 1 << 62 if found is None else found
+
+
+def _sequences(config: Config) -> int:
+    """Of an optimizer step."""
+    return config.batch.micro_batch * config.batch.grad_accumulation

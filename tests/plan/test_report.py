@@ -1,0 +1,282 @@
+"""`llmq-nb plan`: a plan by hand, verdicts, warnings, and the command with its exit codes."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmq_nb.cli.plan_command import command
+from llmq_nb.config import CheckpointConfig, MemoryConfig
+from llmq_nb.config_file import to_toml
+from llmq_nb.core.errors import UserError
+from llmq_nb.model.families import preset
+from llmq_nb.plan.fit import Search, run_plan
+from llmq_nb.plan.limits import CONTEXT, RESERVE, room_now
+from llmq_nb.plan.rates import H200, rates_of
+from llmq_nb.plan.report import RING_SLOTS, Machine, Report, make_report
+from tests.e2e.runs import ROOT, write_model
+from tests.model.harness import make_config, small_model
+from tests.plan.test_cost import run_config
+
+GIB = 1 << 30
+
+
+def report(config, model, memory, rates=H200, host=None, wsl=False) -> Report:
+    machine = Machine("cuda", memory, host, "--device-memory", rates, wsl)
+    return make_report(config, model, machine, Search(config, model, rates))
+
+
+def up(nbytes: int) -> int:
+    """Rounded up to the 256 bytes that every buffer starts at."""
+    return -(-nbytes // 256) * 256
+
+
+def test_a_plan_by_hand():
+    """C 64, F 128, L 2, 4/2 heads of 16, V 256 untied; 2 x 64 tokens; BF16, FP32 master, m, BF16 v;
+    recompute = ffn. Sizes are counted here from the model's shape alone."""
+    model = small_model(C=64, F=128, L=2, H=4, G=2, D=16, V=256, tied=False)
+    config = make_config(
+        micro_batch=2, seq_len=64, precision="bf16", recompute=("ffn",), m="fp32", v="bf16"
+    )
+    config = dataclasses.replace(config, checkpoint=CheckpointConfig(keep=3))
+    N, Q = 128, (4 + 2 * 2) * 16
+    matrices = [256 * 64, *2 * [Q * 64, 64 * 64, 2 * 128 * 64, 64 * 128], 256 * 64]
+    norms = 5 * [64]
+    expected = {
+        group: sum(up(n * size) for n in matrices + norms)
+        for group, size in {"weights": 2, "gradients": 2, "master": 4, "m": 4, "v": 2}.items()
+    }
+    # of each layer: residual, attn_in, qkv, attn, residual_mid, mlp_in; two rstd; lse
+    expected["activations"] = 2 * (
+        sum(up(2 * N * w) for w in (64, 64, Q, 64, 64, 64)) + 2 * up(4 * N) + up(4 * 2 * 4 * 64)
+    )
+    expected["inputs"] = 4 * up(4 * N) + 256  # tokens, targets, starts, order; the scalars
+    found = report(config, model, 4 * GIB)
+    lines = {(line.place, line.category): line.nbytes for line in found.lines}
+    for group, nbytes in expected.items():
+        assert lines["GPU", group] == nbytes, group
+    # the arena: at the end of backward gate_up's gradient (128 x 256) beside gate_up itself, act,
+    # g/act or what else is alive; at least the two and both residual gradients
+    assert lines["GPU", "scratch"] >= 2 * N * (256 + 256 + 64 + 64)
+    ours = [line.nbytes for line in found.lines if line.ours]
+    assert sum(ours) == found.plan.total == run_plan(config, model, "cuda").total
+    assert lines["pinned host", "input slots"] == 3 * expected["inputs"]
+    parameters = sum(matrices) + sum(norms)
+    assert lines["disk", "a checkpoint"] == parameters * (4 + 4 + 2)
+    assert found.free == 4 * GIB - GIB - found.plan.total and found.fits
+
+
+def test_reserve_and_ring_are_the_engines():
+    """The engine's own constants: `plan` must count what it takes."""
+    from llmq_nb.train import engine_cuda
+
+    assert (RESERVE, RING_SLOTS) == (engine_cuda.RESERVE, engine_cuda.SLOTS)
+
+
+def test_room_of_a_running_process():
+    """Free memory counts our context already; memory.device_limit does not."""
+    free = make_config(micro_batch=1, seq_len=1)
+    capped = dataclasses.replace(free, memory=MemoryConfig(device_limit="8GiB"))
+    assert room_now(free, 10 * GIB) == 10 * GIB - RESERVE
+    assert room_now(capped, 10 * GIB) == 8 * GIB - CONTEXT - RESERVE
+    assert room_now(capped, 2 * GIB) == 2 * GIB - RESERVE
+
+
+def test_verdicts_of_a_real_model():
+    """0.5B, 16 x 1024, BF16 states: fits 80 GiB, not 12; 2 GiB is too little for anything."""
+    model, config = preset("qwen2.5-0.5b"), run_config("qwen2.5-0.5b", 16, 4, "bf16")
+    large = report(config, model, 80 * GIB)
+    assert large.fits and large.least is None
+    small = report(config, model, 12 * GIB)
+    assert not small.fits and small.better is not None and small.least is None
+    assert small.better.total <= 11 * GIB < small.plan.total
+    again = report(small.better.setting.applied(config), model, 12 * GIB)
+    assert again.fits and again.plan.total == small.better.total and again.better is None
+    none = report(config, model, 2 * GIB)
+    assert not none.fits and none.better is None and none.least is not None
+    assert none.least.total > 1 * GIB
+
+
+def test_a_faster_setting_is_named():
+    """All of a block recomputed where there is room for everything."""
+    model = preset("qwen2.5-0.5b")
+    config = run_config("qwen2.5-0.5b", 16, 4, "bf16")
+    slow = dataclasses.replace(config, memory=MemoryConfig(recompute=("block",), head_chunks=8))
+    found = report(slow, model, 80 * GIB)
+    assert found.fits and found.better is not None
+    assert found.better.setting.recompute == ()
+    assert found.speed is not None and found.better.seconds < 0.9 * found.speed.step_seconds
+
+
+def test_auto_is_planned_as_chosen():
+    model, config = preset("qwen2.5-0.5b"), run_config("qwen2.5-0.5b", 16, 4, "bf16")
+    config = dataclasses.replace(config, memory=MemoryConfig(policy="auto"))
+    found = report(config, model, 12 * GIB)
+    chosen = Search(config, model, H200).choose(11 * GIB)
+    assert chosen is not None and found.fits and found.better is None
+    assert found.plan.total == chosen.total
+    assert found.config == chosen.setting.applied(config)
+
+
+def test_device_limit_and_wsl_cap_the_card():
+    model, config = preset("qwen2.5-0.5b"), run_config("qwen2.5-0.5b", 16, 4, "bf16")
+    capped = dataclasses.replace(config, memory=MemoryConfig(device_limit="15GiB"))
+    assert report(capped, model, 24 * GIB).limit == 14 * GIB
+    assert report(capped, model, 8 * GIB).limit == 7 * GIB
+    found = report(config, model, 40 * GIB, wsl=True)
+    assert found.limit == int(0.85 * 40 * GIB) - GIB
+    assert any("85% of it" in warning for warning in found.warnings)
+
+
+def test_warnings_name_what_is_short():
+    model, config = preset("qwen2.5-0.5b"), run_config("qwen2.5-0.5b", 4, 4, "bf16")
+    free = report(config, model, 79 * GIB).plan.total + CONTEXT + RESERVE
+    tight = report(config, model, free + GIB // 2)
+    assert any("drives a display" in warning for warning in tight.warnings)
+    assert not report(config, model, free + 2 * GIB).warnings
+    assert any("sold with 24 GB" in w for w in report(config, model, 24 * GIB).warnings)
+    host = report(config, model, 79 * GIB, host=GIB // 2).warnings
+    assert any("host memory is short" in warning for warning in host)
+    limited = dataclasses.replace(config, memory=MemoryConfig(host_limit="64KiB"))
+    assert any("host_limit" in w for w in report(limited, model, 79 * GIB).warnings)
+    unified = report(config, model, 100 * GIB, rates=rates_of("GB10")).warnings
+    assert any("share this memory" in warning for warning in unified)
+
+
+def write(folder: Path, **sections) -> str:
+    config = dataclasses.replace(run_config("qwen2.5-0.5b", 16, 4, "bf16"), **sections)
+    (folder / "run.toml").write_text(to_toml(config))
+    return str(folder / "run.toml")
+
+
+def plan(*argv: str) -> str:
+    result = CliRunner().invoke(command, argv, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_command_prints_places_verdict_and_speed(tmp_path):
+    out = plan(write(tmp_path), "--card", "rtx 4090", "--device-memory", "12GiB")
+    first, *_ = out.splitlines()
+    assert first == "planned for GeForce RTX 4090 (as asked)"
+    assert re.search(r"^qwen2.5-0.5b: 494 million parameters, products in bf16", out, re.MULTILINE)
+    for words in (r"GPU +weights +942 MiB", r"all of it +[\d.]+ GiB", r"GPU reserve +CUDA context"):
+        assert re.search(words, out), words
+    assert re.search(r"^short by [\d.]+ GiB: needs .*12\.0 GiB of --device-memory$", out, re.M)
+    proposal = re.search(r"^cheapest way to fit: (.*) \([\d.]+ GiB, [\d,]+ tokens/s\)$", out, re.M)
+    assert proposal is not None
+    # what is proposed can be copied, and then fits
+    again = plan(
+        str(tmp_path / "run.toml"),
+        *shlex.split(proposal[1]),
+        "--card",
+        "rtx 4090",
+        "--device-memory",
+        "12GiB",
+    )
+    assert re.search(r"^fits: ", again, re.MULTILINE)
+    assert re.search(r"^speed: about [\d,]+ tokens/s on one GeForce RTX 4090", again, re.MULTILINE)
+
+
+def test_command_prints_json_alone(tmp_path):
+    found = json.loads(plan(write(tmp_path), "--card", "H200", "--json"))
+    assert found["fits"] is True and found["card"] == "H200"
+    assert found["allocation"] == sum(line["nbytes"] for line in found["lines"] if line["ours"])
+    assert found["free"] == found["limit"] - found["allocation"]
+    assert sum(found["speed"]["parts"].values()) == pytest.approx(found["speed"]["step_seconds"])
+    short = json.loads(plan(str(tmp_path / "run.toml"), "--device-memory", "12GiB", "--json"))
+    assert short["fits"] is False and short["free"] < 0
+    assert short["suggestion"]["allocation"] <= short["limit"]
+
+
+def test_command_plans_the_cpu_engine(tmp_path):
+    path = write(tmp_path)
+    out = plan(path, "--set", "run.device=cpu", "--host-memory", "64GiB")
+    assert "planned for the cpu engine (as run.device says)" in out
+    assert "GPU" not in out and "tokens/s" not in out
+    assert re.search(r"^fits: .* of the 64\.0 GiB of --host-memory, ", out, re.MULTILINE)
+
+
+def test_fp8_without_fp8_units_is_planned_as_emulated(tmp_path):
+    path = write(tmp_path)
+    argv = ("--set", "precision.matmul=e4m3", "--device-memory", "79GiB", "--json")
+    with_units, without = (
+        json.loads(plan(path, *argv, "--card", card)) for card in ("RTX 4090", "RTX 3090")
+    )
+    assert without["allocation"] > with_units["allocation"]
+
+
+BAD = {
+    "no file": (["none.toml"], "no such file: none.toml"),
+    "gpus": (["--gpus", "4"], "--gpus 4: this version trains on one GPU"),
+    "devices": (["--set", "parallel.devices=[0, 1]"], "parallel.devices"),
+    "offload": (["--set", "memory.offload=['m']"], "memory.offload"),
+    "size": (["--device-memory", "much"], "size 'much' in --device-memory"),
+    "host": (["--host-memory", "64Gb"], "size '64Gb' in --host-memory"),
+    "card": (["--card", "RTX 9999"], "the rates of 'RTX 9999' are not known: choose RTX 3060"),
+    "model": (["--set", "model.path=qwen9"], "unknown model preset 'qwen9'"),
+    "units": (
+        [
+            "--card",
+            "A100",
+            "--set",
+            "precision.matmul=e4m3",
+            "--set",
+            "precision.fp8_units=hardware",
+        ],
+        "A100 has no FP8 units in precision.fp8_units",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(name, tmp_path, cli):
+    argv, words = BAD[name]
+    path = write(tmp_path)
+    first = [] if argv[0] == "none.toml" else [path]
+    result = cli("plan", *first, *argv, cwd=tmp_path)
+    assert result.code == 2 and result.out == ""
+    assert words in result.error, result.error
+
+
+def test_head_dims_that_the_gpu_lacks(tmp_path):
+    model = tmp_path / "model"
+    path = write(
+        tmp_path,
+        model=dataclasses.replace(
+            run_config("x", 1, 1, "bf16").model, path=str(write_model(model))
+        ),
+    )
+    argv = (path, "--set", "batch.seq_len=64")
+    assert "planned for the cpu engine (head_dim 16)" in plan(*argv)
+    with pytest.raises(UserError, match="head_dim 16"):
+        plan(*argv, "--set", "run.device=cuda")
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-8b"])
+def test_a_plan_takes_under_two_seconds(name, tmp_path):
+    """The worst of them: FP8, nothing at hand fits, so that every lever is tried. Processor time:
+    the machine that tests may be busy."""
+    path = write(tmp_path)
+    argv = ["plan", path, "--set", f"model.path={name}", "--set", "precision.matmul=e4m3"]
+    code = (
+        "import sys, resource, llmq_nb.cli\n"
+        f"sys.argv = {['llmq-nb', *argv, '--device-memory', '60GiB']!r}\n"
+        "try: llmq_nb.cli.main()\n"
+        "finally: u = resource.getrusage(resource.RUSAGE_SELF);"
+        " print('seconds', u.ru_utime + u.ru_stime)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    seconds = float(done.stdout.rsplit("seconds ", 1)[1])
+    assert seconds < 2.0, (seconds, time.perf_counter() - start)
