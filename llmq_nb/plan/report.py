@@ -9,6 +9,7 @@ import dataclasses
 
 from llmq_nb.config import Config
 from llmq_nb.core.arena import aligned
+from llmq_nb.core.dtype import DType
 from llmq_nb.core.sizes import format_bytes, parse_bytes
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.plan.buffers import Group, Plan, has_master
@@ -226,10 +227,12 @@ def _note(config: Config, plan: Plan, group: Group) -> str:
         return f"{note}; {name}: {format_bytes(largest.nbytes)}"
     if group in PLAIN:
         return note
-    own = [b for b in plan.buffers if b.group == group]
-    everything = sum(b.nbytes for b in own)
-    formats = {b.dtype: sum(o.nbytes for o in own if o.dtype is b.dtype) for b in own}
-    shown = [str(dtype) for dtype, nbytes in formats.items() if nbytes > everything / 20]
+    formats: dict[DType, int] = {}
+    for b in plan.buffers:
+        if b.group == group:
+            formats[b.dtype] = formats.get(b.dtype, 0) + b.nbytes
+    most = sum(formats.values()) / 20
+    shown = [str(dtype) for dtype, nbytes in formats.items() if nbytes > most]
     return f"{', '.join(shown)}: {note}"
 
 
