@@ -60,6 +60,7 @@ def test_bench_step_prints_and_writes_the_breakdown(monkeypatch, tmp_path):
             "tokens_per_second": 1000,
             "mfu": 0.5,
             "seconds_per_step": 1.0,
+            "gpu_idle_share": 0.001,
             "device_gib": 2.0,
             "first_step_seconds": 3.0,
             "breakdown": [bench_step._rounded(row) for row in compare(times, budget)],
