@@ -97,7 +97,7 @@ def _machine(
     ):
         why = "as run.device says" if config.run.device == "cpu" else f"head_dim {head_dim}"
         has = memory if memory is not None else available_bytes() or 0
-        source = "this machine" if memory is None else "--host-memory"
+        source = "on this machine" if memory is None else "by --host-memory"
         return Machine("cpu", has, memory, source, None), f"planned for the cpu engine ({why})"
     if head_dim not in CUDA_HEAD_DIMS:
         mend = f"the GPU's attention has {' and '.join(map(str, CUDA_HEAD_DIMS))}"
@@ -106,7 +106,7 @@ def _machine(
     rates = rates_of(name)
     total = CARDS[rates.card].mib << 20 if given is None else given
     wsl = under_wsl() and given is None and card is None
-    source = "the card" if given is None else "--device-memory"
+    source = "on the card" if given is None else "by --device-memory"
     return Machine("cuda", total, memory, source, rates, wsl), f"planned for {rates.card} ({why})"
 
 

@@ -109,7 +109,7 @@ def _title(r: Report) -> str:
 def _verdict(r: Report) -> list[str]:
     limit, needed = r.limit + r.reserve, format_bytes(r.plan.total + r.reserve)
     capped = r.machine.kind == "cuda" and device_limit(r.config) == limit
-    has = f"{format_bytes(limit)} of {'memory.device_limit' if capped else r.machine.source}"
+    has = f"{format_bytes(limit)} {'by memory.device_limit' if capped else r.machine.source}"
     lines = []
     if r.asked.memory.policy == "auto":
         chosen = changes(r.asked, setting_of(r.config))
@@ -163,8 +163,8 @@ def _proposal(r: Report, choice: Choice) -> str:
 
 
 def _speed(r: Report) -> list[str]:
-    if r.speed is None or r.machine.rates is None:
-        return []
+    if r.speed is None or r.machine.rates is None or r.better is not None and not r.fits:
+        return []  # of a plan that does not fit, the proposal's speed matters
     s, rates = r.speed, r.machine.rates
     step = r.config.tokens_per_step(world_size=1)
     why = "from rates measured on one" if rates.measured else "from its data sheet, to some 20 %"

@@ -31,7 +31,7 @@ SOLD = tuple(n << 30 for n in (8, 12, 16, 24, 32, 48, 80, 96))
 
 NOTES: dict[Group, str] = {
     "weights": "what the products read",
-    "quants": "the weights' FP8 codes",
+    "quants": "codes of the weights",
     "master": "the optimizer's own weights",
     "m": "Adam's first moment",
     "v": "Adam's second moment",
@@ -71,7 +71,7 @@ class Speed:
 class Machine:
     """What a plan is made for. device_memory: of the card, or for "cpu" the host's [bytes].
 
-    source: what the memory is that of. rates: None: no speed is predicted. wsl: Linux inside
+    source: where the memory is, such as "on the card". rates: None: no speed is predicted. wsl: Linux inside
     Windows.
     """
 
@@ -199,8 +199,8 @@ def _lines(config: Config, plan: Plan, kind: Kind) -> list[Line]:
     largest = max(b.nbytes for b in plan.buffers if b.group in ("master", "m", "v", "weights"))
     if kind == "cuda":
         out += [
-            Line("GPU reserve", "CUDA context", CONTEXT, "not ours; an estimate"),
-            Line("GPU reserve", "kernels, graphs", RESERVE, "not ours; an estimate"),
+            Line("GPU reserve", "CUDA context", CONTEXT, "beside it; an estimate"),
+            Line("GPU reserve", "kernels, graphs", RESERVE, "beside it; an estimate"),
             Line("pinned host", "input slots", pinned_bytes(plan), "tokens on their way"),
         ]
     out += [

@@ -1,6 +1,8 @@
 """What the README shows runs as it stands there."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +55,20 @@ def test_its_python_runs(tmp_path: Path) -> None:
     assert saved == Path("runs/from-python/checkpoints/step_00000001")
     assert (tmp_path / saved / "manifest.json").is_file()
     assert (tmp_path / exported / "model.safetensors").is_file()
+
+
+def test_its_plan_is_what_the_command_prints(tmp_path: Path) -> None:
+    """The config is the README's own."""
+    (tmp_path / "my-model.toml").write_text(block("toml"))
+    command, *shown = block("text").splitlines()
+    assert command.startswith("$ llmq-nb plan my-model.toml ")
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import llmq_nb.cli as c; c.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *shlex.split(command)[2:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.rstrip() for line in done.stdout.splitlines()] == shown

@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 
 def report(config, model, memory, rates=H200, host=None, wsl=False) -> Report:
-    machine = Machine("cuda", memory, host, "--device-memory", rates, wsl)
+    machine = Machine("cuda", memory, host, "on the card", rates, wsl)
     return make_report(config, model, machine, Search(config, model, rates))
 
 
@@ -170,7 +170,9 @@ def test_command_prints_places_verdict_and_speed(tmp_path):
     assert re.search(r"^qwen2.5-0.5b: 494 million parameters, products in bf16", out, re.MULTILINE)
     for words in (r"GPU +weights +942 MiB", r"all of it +[\d.]+ GiB", r"GPU reserve +CUDA context"):
         assert re.search(words, out), words
-    assert re.search(r"^short by [\d.]+ GiB: needs .*12\.0 GiB of --device-memory$", out, re.M)
+    assert re.search(
+        r"^short by [\d.]+ GiB: needs .*, there are 12\.0 GiB by --device-memory$", out, re.M
+    )
     proposal = re.search(r"^cheapest way to fit: (.*) \([\d.]+ GiB, [\d,]+ tokens/s\)$", out, re.M)
     assert proposal is not None
     # what is proposed can be copied, and then fits
@@ -202,7 +204,7 @@ def test_command_plans_the_cpu_engine(tmp_path):
     out = plan(path, "--set", "run.device=cpu", "--host-memory", "64GiB")
     assert "planned for the cpu engine (as run.device says)" in out
     assert "GPU" not in out and "tokens/s" not in out
-    assert re.search(r"^fits: .* of the 64\.0 GiB of --host-memory, ", out, re.MULTILINE)
+    assert re.search(r"^fits: .* of the 64\.0 GiB by --host-memory, ", out, re.MULTILINE)
 
 
 def test_fp8_without_fp8_units_is_planned_as_emulated(tmp_path):
