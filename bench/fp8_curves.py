@@ -7,8 +7,9 @@
 The text is the Python sources, headers and documents of this Python, its packages and the system,
 each file once, by bytes; a fiftieth of the files is held out. Runs are apart so that each can be
 timed and repeated; one that is cut short still has its log. `--stop n` ends a run after n steps of
-the same schedule. `halves` has the batches of e4m3 in two micro-batches each: other absmax, other
-sums, so how far it strays from e4m3 is the noise that emulation is held against.
+the same schedule. `halves`, `quarters` and `eighths` are e4m3 with its batches in so many
+micro-batches: other absmax, other sums. How far they stray from each other is the noise that
+emulation is held against.
 """
 
 import argparse
@@ -50,7 +51,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "e5m2-gradient": {"matmul": "e4m3", "gradient": "e5m2"},
     "emulated": {"matmul": "e4m3", "fp8_units": "emulate"},
     "halves": {"matmul": "e4m3"},
+    "quarters": {"matmul": "e4m3"},
+    "eighths": {"matmul": "e4m3"},
 }
+PARTS = {"halves": 2, "quarters": 4, "eighths": 8}
+"""Micro-batches that a batch of the run is cut into."""
 WHOLE = ("bf16", "e4m3", "e5m2-gradient")
 TOKENS = 50_000_000
 MEGABYTES, LEAST_MEGABYTES = 66, 60
@@ -168,7 +173,7 @@ def write_model(folder: Path, size: Size) -> None:
 
 
 def make_config(out: Path, name: str, size: Size, tokens: int, device: Any) -> Config:
-    parts = 2 if name == "halves" else 1
+    parts = PARTS.get(name, 1)
     return Config(
         run=RunConfig(name=name, out_dir=str(out / name), device=device),
         model=ModelSection(path=str(out / "model"), init="random"),
@@ -286,15 +291,25 @@ def figures(curves: dict[str, Curve]) -> dict[str, Any]:
         if len(c.evaluations) and len(base.evaluations):
             ratio = c.evaluations[-1, 1] / base.evaluations[-1, 1]
             out[name]["validation_percent_of_bf16"] = float(100 * (ratio - 1))
-    reference = curves.get("e4m3")
-    for name in ("emulated", "halves"):
-        if name in curves and reference is not None:
-            n = min(len(curves[name].losses), len(reference.losses))
-            moved = curves[name].losses[:n] / reference.losses[:n] - 1
-            out[name]["rms_percent_of_e4m3"] = float(100 * np.sqrt(np.mean(moved**2)))
-            out[name]["smoothed_percent_of_e4m3"] = float(
-                difference(curves[name], reference)[n - 1]
-            )
+    alike = [curves[name] for name in ("e4m3", *PARTS) if name in curves]
+    if "emulated" in curves and len(alike) > 1:
+        out["emulated"] |= emulation(curves["emulated"], alike)
+    return out
+
+
+def emulation(emulated: Curve, alike: Sequence[Curve]) -> dict[str, Any]:
+    """Emulation beside runs on FP8 units that differ by rounding alone, over the steps all have.
+
+    Shares of their mean in percent: early, of the first 40 steps, where nothing has grown yet; and
+    of the last 50. noise: their sample standard deviation.
+    """
+    n = min(len(c.losses) for c in (emulated, *alike))
+    out: dict[str, Any] = {"compared_steps": n, "noise_runs": len(alike)}
+    for name, part in (("early", slice(0, 40)), ("last", slice(max(n - 50, 0), n))):
+        theirs = np.array([c.losses[part].mean() for c in alike])
+        mean = theirs.mean()
+        out[f"{name}_percent"] = float(100 * (emulated.losses[part].mean() / mean - 1))
+        out[f"{name}_noise_percent"] = float(100 * theirs.std(ddof=1) / mean)
     return out
 
 
@@ -327,13 +342,13 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
     if base is not None:  # without the first steps, which would flatten everything else
         upper.set_ylim(top=float(base.smooth[len(base.smooth) // 20]) * 1.05)
     lower.set_ylabel("difference to bf16 [%]")
-    lower.set_ylim(-1, 1)
+    lower.set_ylim(-1.5, 1.5)
     lower.axhline(0, color="black", linewidth=0.8)
     lower.axhspan(-0.5, 0.5, color="black", alpha=0.06)
     lower.set_xlabel("tokens [millions]")
     for panel in (upper, lower):
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+        panel.legend(fontsize=8, ncols=1 if panel is upper else 2)
     figure.savefig(path, dpi=120)
 
 
