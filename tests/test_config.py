@@ -133,7 +133,7 @@ def test_defaults_round_trip():
 def test_any_text_float_and_integer_round_trips(text, rate, layers):
     config = dataclasses.replace(
         BASE,
-        run=c.RunConfig(name=text, out_dir=text),
+        run=c.RunConfig(name="run", out_dir=text),
         data=c.DataConfig(train=text, sources=(text, text)),
         optimizer=c.OptimizerConfig(learning_rate=rate),
         precision=c.PrecisionConfig(bf16_layers=tuple(layers)),
