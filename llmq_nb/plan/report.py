@@ -71,8 +71,8 @@ class Speed:
 class Machine:
     """What a plan is made for. device_memory: of the card, or for "cpu" the host's [bytes].
 
-    source: where the memory is, such as "on the card". rates: None: no speed is predicted. wsl: Linux inside
-    Windows.
+    source: where the memory is, such as "on the card". rates: None: no speed is predicted.
+    wsl: Linux inside Windows.
     """
 
     kind: Kind
