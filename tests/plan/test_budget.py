@@ -63,7 +63,6 @@ def test_bench_step_prints_and_writes_the_breakdown(monkeypatch, tmp_path):
             "gpu_idle_share": 0.001,
             "device_gib": 2.0,
             "first_step_seconds": 3.0,
-            "gpu_idle_share": 0.0,
             "breakdown": [bench_step._rounded(row) for row in compare(times, budget)],
         }
 
