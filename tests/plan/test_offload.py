@@ -6,6 +6,7 @@ The expected bytes come from the parameters' shapes and the list in DESIGN, not 
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,9 @@ MATRICES = ("qkv", "out", "gate_up", "down")
 B, T = 2, 17
 
 
-def plan_of(offload=(), precision="bf16", transfer="zero_copy", quants=True, **options):
+def plan_of(
+    offload=(), precision="bf16", transfer: Any = "zero_copy", quants: Any = True, **options: Any
+):
     config = make_config(
         micro_batch=B, seq_len=T, precision=precision, recompute=("block",), **options
     )
@@ -41,9 +44,9 @@ SHAPES = [p.shape for p in model_parameters(MODEL)]
 BLOCKS = [p.shape for p in model_parameters(MODEL) if p.layer is not None]
 WEIGHTS = [p.shape for p in model_parameters(MODEL) if p.field in MATRICES]
 SCALES = [(-(-math.prod(s) // 128),) for s in SHAPES]
-BF16 = dict(master="bf16", m="e4m3", v="bf16")
+BF16: dict[str, Any] = dict(master="bf16", m="e4m3", v="bf16")
 # lever: (group, bytes on the host, bytes of the group that stay on the device)
-MOVED = {
+MOVED: dict[str, tuple[Any, int, int]] = {
     "m": ("m", padded(SHAPES, 1) + padded(SCALES, 4), 0),
     "v": ("v", padded(SHAPES, 2), 0),
     "master": ("weights", padded(WEIGHTS, 2), padded(SHAPES, 2) - padded(WEIGHTS, 2)),
