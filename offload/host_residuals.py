@@ -43,8 +43,8 @@ class HostResiduals:
         turn = layer % len(self._staging)
         if layer in self._copies and self._held[turn] != layer:
             assert self._held[turn] is None, f"layer {layer} needs the buffer of one in use"
-            after = self._sent[turn] if self._sending[turn] else None
-            self._transfer.to_device(self._copies[layer], done=self._ready[turn], after=after)
+            # it is on the host: the compute stream waited for that before it wrote layer + 2
+            self._transfer.to_device(self._copies[layer], done=self._ready[turn])
             self._held[turn] = layer
 
     def get(self, layer: int) -> None:
