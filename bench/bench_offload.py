@@ -1,6 +1,6 @@
 """Training with buffers on the host beside the same run without: speed, memory, equal losses.
 
-    python -m bench.bench_offload --model qwen2.5-1.5b --micro-batch 16 --offload all --transfer copy
+    python -m bench.bench_offload --model qwen2.5-1.5b --offload all --transfer copy
 
 One JSON line: tokens/s of whole steps, GPU time of a micro-step and of the optimizer step, the
 plan's bytes on the device and the host, what nvidia-smi says of this process, and the losses, whose
