@@ -15,7 +15,15 @@ from llmq_nb.config import Config
 from llmq_nb.core.arena import Slot, aligned, assign_offsets
 from llmq_nb.core.dtype import M_GROUP, DType
 from llmq_nb.model.config import ALIGNMENT, ModelConfig
-from llmq_nb.model.fp8 import BY_INPUT, SLOT_WORDS, fp8_layers, keeps_codes, padded_rows, slot_names
+from llmq_nb.model.fp8 import (
+    BY_INPUT,
+    SLOT_WORDS,
+    fp8_layers,
+    fp8_weights,
+    keeps_codes,
+    padded_rows,
+    slot_names,
+)
 from llmq_nb.model.parameters import Parameter, model_parameters
 from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.plan.places import (
@@ -25,6 +33,7 @@ from llmq_nb.plan.places import (
     gradient_layout,
     has_master,
     kept_residuals,
+    offloads_quants,
     place_of,
     quant_layout,
     slice_elements,
@@ -160,6 +169,18 @@ def parameter_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
 def scale_count(parameter: Parameter) -> int:
     """Scales of an e4m3 first moment."""
     return -(-math.prod(parameter.shape) // M_GROUP)
+
+
+def kept_quants(config: Config, model: ModelConfig) -> list[Buffer]:
+    """The codes that live from one optimizer step to the next."""
+    host = offloads_quants(config)
+    out: list[Buffer] = []
+    for p in fp8_weights(config, model):
+        place = "host" if host else "device"
+        out.append(Buffer(f"quants/{p.name}", p.shape, DType.E4M3, "quants", place=place))
+        if not host:
+            out.append(Buffer(f"quants_t/{p.name}", p.shape[::-1], DType.E4M3, "quants"))
+    return out
 
 
 def activation_buffers(config: Config, model: ModelConfig) -> list[Buffer]:

@@ -30,7 +30,7 @@ from llmq_nb.model.fp8 import (
     widths,
 )
 from llmq_nb.model.parameters import model_parameters
-from llmq_nb.plan.buffers import BACKWARD, Buffer
+from llmq_nb.plan.buffers import BACKWARD, Buffer, kept_quants
 from llmq_nb.plan.places import offloads_quants
 
 
@@ -91,18 +91,6 @@ def fp8_buffers(config: Config, model: ModelConfig, *, quants: bool) -> list[Buf
         operands = (2, largest_operand(config, model))
         scratch("decoded", operands, DType.BF16, *whole)
         out.append(Buffer("fp8/alpha", (4,), DType.FP32, "workspace"))
-    return out
-
-
-def kept_quants(config: Config, model: ModelConfig) -> list[Buffer]:
-    """The codes that live from one optimizer step to the next."""
-    host = offloads_quants(config)
-    out: list[Buffer] = []
-    for p in fp8_weights(config, model):
-        place = "host" if host else "device"
-        out.append(Buffer(f"quants/{p.name}", p.shape, DType.E4M3, "quants", place=place))
-        if not host:
-            out.append(Buffer(f"quants_t/{p.name}", p.shape[::-1], DType.E4M3, "quants"))
     return out
 
 

@@ -12,7 +12,6 @@ from llmq_nb.config import Config
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
-from llmq_nb.offload.transfer import CudaTransfer
 from llmq_nb.plan.buffers import Group, make_plan
 from llmq_nb.train.rank import Rank, allocate, make_rank
 
@@ -48,6 +47,7 @@ def make_eager(
     shared = weights or {}
     config = _reads_host(config, any(t.host for t in shared.values()))
     if kind == "cuda":
+        from llmq_nb.offload.cuda_transfer import CudaTransfer
         from llmq_nb.train.engine_cuda import allocate_cuda
 
         ops, tensors, close = allocate_cuda(config, model, groups, shared)

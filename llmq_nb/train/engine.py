@@ -15,9 +15,8 @@ from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.engine_cpu.linear import count_health
 from llmq_nb.model.ops import Scalars
 from llmq_nb.offload.transfer import ImmediateTransfer
-from llmq_nb.plan.buffers import make_plan
+from llmq_nb.plan.buffers import kept_quants, make_plan
 from llmq_nb.plan.places import offloads_quants
-from llmq_nb.plan.workspace import kept_quants
 from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.health import FP8_SLOTS, tensor_health

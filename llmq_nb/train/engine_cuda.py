@@ -53,8 +53,8 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.ops import CudaOps
 from llmq_nb.model.engine_cuda.scalars import pack_scalars
 from llmq_nb.model.ops import Scalars
+from llmq_nb.offload.cuda_transfer import CudaTransfer
 from llmq_nb.offload.pinned import HostMemory
-from llmq_nb.offload.transfer import CudaTransfer
 from llmq_nb.plan.buffers import Group, Plan, make_plan
 from llmq_nb.plan.limits import device_limit
 from llmq_nb.plan.workspace import workspace_buffers
