@@ -99,6 +99,8 @@ class Device:
     multiprocessors: int
     context: Any
     handle: Any
+    integrated: bool = False
+    """Whether it has no memory of its own: host memory is device memory."""
 
     def make_current(self) -> None:
         """Direct this thread's following CUDA calls to this device (0.4 us)."""
@@ -149,6 +151,7 @@ def open_device(ordinal: int = 0) -> Device:
         multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
         context=context,
         handle=handle,
+        integrated=bool(attribute("INTEGRATED")),
     )
     device.make_current()
     return device

@@ -7,14 +7,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmq_nb.core.device import check, driver
+from llmq_nb.core.sizes import format_bytes
+
+PORTABLE, MAPPED = 1, 2
+"""CU_MEMHOSTALLOC_PORTABLE: pinned for every context; CU_MEMHOSTALLOC_DEVICEMAP."""
 
 
 class Pinned:
-    """nbytes of page-locked memory, kept until `close`."""
+    """nbytes of page-locked memory, kept until `close`.
 
-    def __init__(self, nbytes: int) -> None:
+    mapped: kernels of every device reach it, by the host's own address (unified addresses).
+    """
+
+    def __init__(self, nbytes: int, *, mapped: bool = False) -> None:
         self.nbytes = nbytes
-        self.address = int(check(driver().cuMemHostAlloc(nbytes, 0), f"pinning {nbytes} bytes"))
+        flags = PORTABLE | MAPPED if mapped else 0
+        what = f"pinning {format_bytes(nbytes)}"
+        self.address = int(check(driver().cuMemHostAlloc(nbytes, flags), what))
         memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
         self.bytes: NDArray[np.uint8] = np.ctypeslib.as_array(memory)
 

@@ -21,7 +21,8 @@ class Fp8Slot:
     uint32, elements underflowed and saturated (train/health.py). codes, codes_t: where the
     quantised tensor and its transpose go; None: the engine makes them on the fly. kept: they hold
     from where the engine writes them (a weight's update, an input's forward product) to where it
-    reads them; else they are scratch. made_again: recomputation leaves codes_t.
+    reads them; else they are scratch. made_again: recomputation leaves codes_t. derived: only codes
+    are kept, and codes_t is scratch that they are transposed into where it is read.
     """
 
     format: DType
@@ -32,6 +33,7 @@ class Fp8Slot:
     codes_t: "Tensor | None" = None
     kept: bool = False
     made_again: bool = False
+    derived: bool = False
 
     @property
     def forward_only(self) -> bool:
@@ -42,13 +44,22 @@ class Fp8Slot:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Tensor:
-    """A contiguous row-major buffer. name: unique in a run. fp8: set if it feeds FP8 products."""
+    """A contiguous row-major buffer. name: unique in a run. fp8: set if it feeds FP8 products.
+
+    host: it lies in pinned host memory, where the device reads and writes it by the same address.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     data: Any
     fp8: Fp8Slot | None = None
+    host: bool = False
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, for copies."""
+        return self.data if isinstance(self.data, int) else self.data.ctypes.data
 
     @property
     def size(self) -> int:
@@ -69,11 +80,11 @@ class Tensor:
             data: Any = self.data + start * row_bytes
         else:
             data = self.data[start:stop]
-        return Tensor(self.name, (stop - start, *self.shape[1:]), self.dtype, data)
+        return Tensor(self.name, (stop - start, *self.shape[1:]), self.dtype, data, host=self.host)
 
     def view(self, *shape: int) -> "Tensor":
         """The same memory under another shape; no FP8 slot."""
         if math.prod(shape) != self.size:
             raise ValueError(f"{self.name} {self.shape} has not the size of {shape}")
         data = self.data if isinstance(self.data, int) else self.data.reshape(shape)
-        return Tensor(self.name, shape, self.dtype, data)
+        return Tensor(self.name, shape, self.dtype, data, host=self.host)

@@ -66,6 +66,10 @@ class Ops(Protocol):
         """Find the absmax (and kept codes) of weights that something else than `adamw` wrote."""
         ...
 
+    def update_weight(self, weight: Tensor) -> None:
+        """Write the kept codes of a weight whose slices were updated one by one."""
+        ...
+
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         """x[n] = table[tokens[n]]. x: (N, C), table: (V, C)."""
         ...
@@ -223,10 +227,12 @@ class Ops(Protocol):
         tensor_id: int,
         decayed: bool,
         m_scale: Tensor | None = None,
+        first: int = 0,
     ) -> None:
         """One AdamW update with `total`'s clip factor; writes nothing if total says not finite.
 
-        weight may share master's memory. Storage below float32 is rounded stochastically.
+        weight may share master's memory. Storage below float32 is rounded stochastically. first: of
+        a slice, its first element in the parameter, a multiple of 1024.
         """
         ...
 

@@ -13,7 +13,7 @@ from llmq_nb.model.block import block_backward, block_forward
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.ops import Inputs, Ops
 from llmq_nb.model.recompute import recompute_block
-from llmq_nb.model.weights import Unit, WeightStore
+from llmq_nb.model.weights import ResidentResiduals, ResidualStore, Unit, WeightStore
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,21 +32,26 @@ class Transformer:
     head: HeadActivations
     g: list[Gradients]
     dropped: frozenset[str]
+    residuals: ResidualStore = dataclasses.field(default_factory=ResidentResiduals)
 
     def embed(self) -> None:
         """The first residual: the embeddings of the tokens. Every pass begins here."""
         self.ops.clear_absmax()
         table = self.weights.get("embedding").table
         self.weights.gather(0)
+        self.residuals.write(0)
         self.ops.embedding(self.blocks[0].residual, self.inputs.tokens, table)
         self.weights.release("embedding")
 
-    def forward(self, layer: int) -> None:
-        """One block."""
+    def forward(self, layer: int, *, backward: bool = False) -> None:
+        """One block. backward: whether its backward will follow."""
         w = self.weights.get(layer)
         self.weights.gather(self._after(layer))
+        self.residuals.write(layer)
         previous = self.blocks[layer - 1] if layer else None
         block_forward(self.blocks[layer], w, self.ops, self.inputs.segment_start, previous)
+        if backward:
+            self.residuals.keep(layer)
         self.weights.release(layer)
 
     def head_loss(self, *, gradient: bool, accumulate: bool = False) -> None:
@@ -56,6 +61,10 @@ class Transformer:
         """
         ops, h, last = self.ops, self.head, self.blocks[-1]
         w = self.weights.get("head")
+        if gradient:  # backward begins with the last block
+            self.weights.gather(self.config.L - 1)
+            if accumulate:
+                self.gradients.gather(self.config.L - 1)
         ops.residual_rmsnorm(
             h.residual, h.head_in, h.rstd, last.residual_mid, last.down, w.final_norm
         )
@@ -111,12 +120,20 @@ class Transformer:
 
     def backward(self, layer: int, *, accumulate: bool) -> None:
         """One block's gradients; what forward dropped is computed again first."""
+        if accumulate:
+            self.gradients.gather(layer)
         w, dw, a = self.weights.get(layer), self.gradients.get(layer), self.blocks[layer]
+        self.residuals.get(layer)
         self.weights.gather(layer - 1 if layer else "embedding")
+        if layer:
+            self.residuals.gather(layer - 1)
+            if accumulate:
+                self.gradients.gather(layer - 1)
         recompute_block(a, w, self.ops, self.inputs.segment_start, self.dropped)
         block_backward(
             self.g[layer], dw, a, w, self.ops, self.inputs.segment_start, accumulate=accumulate
         )
+        self.residuals.release(layer)
         self.gradients.release(layer)
         self.weights.release(layer)
 

@@ -39,7 +39,10 @@ class WeightStore(Protocol):
     """Weights or gradients by unit."""
 
     def gather(self, unit: Unit) -> None:
-        """Start making the unit resident; a prefetch, may be called early and more than once."""
+        """Start making the unit resident; a prefetch, may be called early and more than once.
+
+        Gradients are gathered only where they add up: else `get` gives memory to be written.
+        """
         ...
 
     def get(self, unit: Unit) -> Weights:
@@ -79,4 +82,47 @@ class ResidentStore:
         return self._units[unit]
 
     def release(self, unit: Unit) -> None:
+        pass
+
+
+class ResidualStore(Protocol):
+    """The residual of each block's input, from forward to backward."""
+
+    def write(self, layer: int) -> None:
+        """Forward is about to write it: wait until it may."""
+        ...
+
+    def keep(self, layer: int) -> None:
+        """Forward has read it for the last time; backward will need it."""
+        ...
+
+    def gather(self, layer: int) -> None:
+        """Start making it resident again; a prefetch."""
+        ...
+
+    def get(self, layer: int) -> None:
+        """Wait until it is resident; it stays so until `release`."""
+        ...
+
+    def release(self, layer: int) -> None:
+        """Backward has read it for the last time."""
+        ...
+
+
+class ResidentResiduals:
+    """Every layer's residual stays on the device."""
+
+    def write(self, layer: int) -> None:
+        pass
+
+    def keep(self, layer: int) -> None:
+        pass
+
+    def gather(self, layer: int) -> None:
+        pass
+
+    def get(self, layer: int) -> None:
+        pass
+
+    def release(self, layer: int) -> None:
         pass

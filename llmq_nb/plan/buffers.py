@@ -2,7 +2,8 @@
 
 The plan is a value. The engines allocate it and build their tensors from it; nothing is allocated
 after step 0. Scratch has a lifetime in ticks of a micro-step, so that an arena can overlap what is
-not alive together; what lives for the whole run has none.
+not alive together; what lives for the whole run has none. What `memory.offload` moves
+(`plan.places`) lies in a second allocation, of pinned host memory.
 """
 
 import dataclasses
@@ -14,9 +15,33 @@ from llmq_nb.config import Config
 from llmq_nb.core.arena import Slot, aligned, assign_offsets
 from llmq_nb.core.dtype import M_GROUP, DType
 from llmq_nb.model.config import ALIGNMENT, ModelConfig
-from llmq_nb.model.fp8 import BY_INPUT, SLOT_WORDS, fp8_layers, keeps_codes, padded_rows, slot_names
+from llmq_nb.model.fp8 import (
+    BY_INPUT,
+    SLOT_WORDS,
+    fp8_layers,
+    fp8_weights,
+    keeps_codes,
+    padded_rows,
+    slot_names,
+)
 from llmq_nb.model.parameters import Parameter, model_parameters
 from llmq_nb.model.recompute import dropped_activations
+from llmq_nb.plan.places import (
+    STAGES,
+    Layout,
+    Place,
+    gradient_layout,
+    has_master,
+    kept_residuals,
+    offloads_quants,
+    place_of,
+    quant_layout,
+    slice_elements,
+    staged_quants,
+    staged_weights,
+    streamed_states,
+    weight_layout,
+)
 
 Group = Literal[
     "weights",
@@ -31,8 +56,11 @@ Group = Literal[
     "results",
     "workspace",
 ]
-HEAD, BACKWARD = 9, 12
-"""Ticks: a block's forward takes 0 to 8, the head 9 to 11, recomputation and backward 12 to 20."""
+HEAD, BACKWARD, UPDATE = 9, 12, 21
+"""Ticks: a block's forward takes 0 to 8, the head 9 to 11, recomputation and backward 12 to 20, the
+optimizer step 21."""
+CHUNK = 2 << 30
+"""Most bytes that are pinned at once: a buffer lies in one chunk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +72,7 @@ class Buffer:
     dtype: DType
     group: Group
     lifetime: tuple[int, int] | None = None
+    place: Place = "device"
 
     @property
     def nbytes(self) -> int:
@@ -53,20 +82,38 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The buffers of one rank and their offsets in its one allocation."""
+    """The buffers of one rank and their offsets in the allocation of their place."""
 
     buffers: tuple[Buffer, ...]
     offsets: tuple[int, ...]
     total: int
-    """Bytes of the allocation."""
+    """Bytes of the device's allocation."""
+    host_total: int = 0
+    """Bytes of pinned host memory."""
 
-    def group_bytes(self) -> dict[Group, int]:
+    def group_bytes(self, place: Place = "device") -> dict[Group, int]:
         """Bytes by group; scratch counts what its arena takes, not the sum of its buffers."""
         out: dict[Group, int] = {}
         for buffer in self.buffers:
-            if buffer.lifetime is None:
+            if buffer.lifetime is None and buffer.place == place:
                 out[buffer.group] = out.get(buffer.group, 0) + aligned(buffer.nbytes)
-        out["scratch"] = self.total - sum(out.values())
+        if place == "device":
+            out["scratch"] = self.total - sum(out.values())
+        return out
+
+    def host_chunks(self, limit: int = CHUNK) -> list[tuple[int, int]]:
+        """(start, end) of each piece to pin: at most `limit` bytes, or one larger buffer."""
+        spans = [
+            (offset, offset + aligned(buffer.nbytes))
+            for buffer, offset in zip(self.buffers, self.offsets, strict=True)
+            if buffer.place == "host"
+        ]
+        out: list[tuple[int, int]] = []
+        for start, end in sorted(spans):
+            if out and end - out[-1][0] <= limit:
+                out[-1] = (out[-1][0], end)
+            else:
+                out.append((start, end))
         return out
 
 
@@ -83,8 +130,12 @@ def make_plan(
     """Plan one rank that holds everything in `groups`. extra: what an engine needs besides."""
     buffers = parameter_buffers(config, model) + activation_buffers(config, model)
     buffers = [b for b in buffers if b.group in groups] + list(extra)
-    offsets, total = assign_offsets([Slot(b.nbytes, b.lifetime) for b in buffers])
-    return Plan(tuple(buffers), tuple(offsets), total)
+    device = [b for b in buffers if b.place == "device"]
+    # by group: a block's tensors of one group lie together, as in a staging buffer
+    host = sorted((b for b in buffers if b.place == "host"), key=lambda b: b.group)
+    offsets, total = assign_offsets([Slot(b.nbytes, b.lifetime) for b in device])
+    host_offsets, host_total = assign_offsets([Slot(b.nbytes, b.lifetime) for b in host])
+    return Plan((*device, *host), (*offsets, *host_offsets), total, host_total)
 
 
 def parameter_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
@@ -97,25 +148,39 @@ def parameter_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
     o = config.optimizer
     out: list[Buffer] = []
     for p in model_parameters(model):
-        out.append(Buffer(f"weights/{p.name}", p.shape, dtype, "weights"))
-        out.append(Buffer(f"gradients/{p.name}", p.shape, grad_dtype, "gradients"))
+
+        def add(
+            name: str, group: Group, dtype: DType, shape: tuple[int, ...], p: Parameter = p
+        ) -> None:
+            place = place_of(config, group, p)
+            out.append(Buffer(f"{name}/{p.name}", shape, dtype, group, place=place))
+
+        add("weights", "weights", dtype, p.shape)
+        add("gradients", "gradients", grad_dtype, p.shape)
         if has_master(config):
-            out.append(Buffer(f"master/{p.name}", p.shape, DType(o.master), "master"))
-        out.append(Buffer(f"m/{p.name}", p.shape, DType(o.m), "m"))
+            add("master", "master", DType(o.master), p.shape)
+        add("m", "m", DType(o.m), p.shape)
         if o.m == "e4m3":
-            out.append(Buffer(f"m_scale/{p.name}", (scale_count(p),), DType.FP32, "m"))
-        out.append(Buffer(f"v/{p.name}", p.shape, DType(o.v), "v"))
+            add("m_scale", "m", DType.FP32, (scale_count(p),))
+        add("v", "v", DType(o.v), p.shape)
     return out
-
-
-def has_master(config: Config) -> bool:
-    """Whether the optimizer updates a copy apart from the weights that products read."""
-    return config.optimizer.master != config.precision.dtype
 
 
 def scale_count(parameter: Parameter) -> int:
     """Scales of an e4m3 first moment."""
     return -(-math.prod(parameter.shape) // M_GROUP)
+
+
+def kept_quants(config: Config, model: ModelConfig) -> list[Buffer]:
+    """The codes that live from one optimizer step to the next."""
+    host = offloads_quants(config)
+    out: list[Buffer] = []
+    for p in fp8_weights(config, model):
+        place = "host" if host else "device"
+        out.append(Buffer(f"quants/{p.name}", p.shape, DType.E4M3, "quants", place=place))
+        if not host:
+            out.append(Buffer(f"quants_t/{p.name}", p.shape[::-1], DType.E4M3, "quants"))
+    return out
 
 
 def activation_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
@@ -156,6 +221,33 @@ def activation_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
     if model.qk_norm:
         gradients.append(("qkv", model.qkv_rows, (BACKWARD + 7, BACKWARD + 7)))
     out += [Buffer(f"g/{name}", (N, w), dtype, "scratch", life) for name, w, life in gradients]
+    return out + staging_buffers(config, model)
+
+
+def staging_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
+    """What stands on the device for what lives on the host: two of a kind, used by turns."""
+    out: list[Buffer] = []
+
+    def stage(name: str, size: int, dtype: DType, first: int, last: int) -> None:
+        out.extend(
+            Buffer(f"stage/{name}.{i}", (size,), dtype, "scratch", (first, last))
+            for i in range(STAGES)
+        )
+
+    def block(name: str, layout: Layout, first: int) -> None:
+        stage(name, layout.size, layout.dtype, first, BACKWARD + 8)
+
+    if staged_weights(config, model):
+        block("weights", weight_layout(config, model), 0)
+    if staged_quants(config, model):
+        block("quants", quant_layout(model), 0)
+    if "gradients" in config.memory.offload:  # what was accumulated comes back during the head
+        block("gradients", gradient_layout(config, model), HEAD)
+    o, size = config.optimizer, slice_elements(model)
+    for state in streamed_states(config):
+        stage(state, size, DType(getattr(o, state)), UPDATE, UPDATE)
+        if state == "m" and o.m == "e4m3":
+            stage("m_scale", -(-size // M_GROUP), DType.FP32, UPDATE, UPDATE)
     return out
 
 
@@ -189,6 +281,16 @@ def block_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
     quantised = fp8_layers(config, model)
     rows = padded_rows(config)
     out = []
+    if "residual" in config.memory.offload:
+        shape, field_dtype, lifetime = fields.pop("residual")
+        out += [
+            Buffer(f"stage/residual.{i}", shape, field_dtype, "scratch", lifetime)
+            for i in range(min(STAGES, model.L))
+        ]
+        out += [
+            Buffer(f"block/residual.{layer}", shape, field_dtype, "activations", place="host")
+            for layer in kept_residuals(config, model)
+        ]
     for name, (shape, field_dtype, lifetime) in fields.items():
         layers = list(range(model.L))
         if name in dropped:

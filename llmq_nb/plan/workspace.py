@@ -30,7 +30,8 @@ from llmq_nb.model.fp8 import (
     widths,
 )
 from llmq_nb.model.parameters import model_parameters
-from llmq_nb.plan.buffers import BACKWARD, Buffer
+from llmq_nb.plan.buffers import BACKWARD, Buffer, kept_quants
+from llmq_nb.plan.places import offloads_quants
 
 
 def workspace_buffers(config: Config, model: ModelConfig, *, quants: bool = True) -> list[Buffer]:
@@ -53,6 +54,9 @@ def workspace_buffers(config: Config, model: ModelConfig, *, quants: bool = True
 def fp8_buffers(config: Config, model: ModelConfig, *, quants: bool) -> list[Buffer]:
     """Codes: the weights' in both layouts where they are kept, and scratch for all others.
 
+    Where the host keeps them it has the row-major ones only, and `weight` is what backward
+    transposes them into.
+
     Scratch is named after the product that uses it: x is an input's codes in forward, x_t, dy and
     dy_t are backward's, weight and weight_t are a weight's that is not kept.
     """
@@ -68,10 +72,8 @@ def fp8_buffers(config: Config, model: ModelConfig, *, quants: bool) -> list[Buf
         out.append(Buffer(f"fp8/{name}", shape, dtype, "scratch", (first, last)))
 
     if quants:
-        for p in weights:
-            out.append(Buffer(f"quants/{p.name}", p.shape, DType.E4M3, "quants"))
-            out.append(Buffer(f"quants_t/{p.name}", p.shape[::-1], DType.E4M3, "quants"))
-    else:
+        out += kept_quants(config, model)
+    if not quants or offloads_quants(config):
         scratch("weight", (weight_scratch(model),), DType.E4M3, *whole)
     for product in PRODUCTS:
         M, K = widths(model)[product.weight]

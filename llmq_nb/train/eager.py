@@ -5,7 +5,8 @@ It may share the weights of a run: then only activations (and gradients) are all
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal, Self
+from functools import partial
+from typing import Any, Literal, Self
 
 from llmq_nb.config import Config
 from llmq_nb.core.tensor import Tensor
@@ -39,14 +40,29 @@ def make_eager(
     groups: frozenset[Group],
     weights: Mapping[str, Tensor] | None = None,
 ) -> Eager:
-    """groups: what to allocate. weights: tensors of the device to share, by the plan's names."""
+    """groups: what to allocate. weights: a run's tensors to share, by the plan's names.
+
+    Those that live on the host come through staging buffers of this rank's own.
+    """
     shared = weights or {}
+    config = _reads_host(config, any(t.host for t in shared.values()))
     if kind == "cuda":
+        from llmq_nb.offload.cuda_transfer import CudaTransfer
         from llmq_nb.train.engine_cuda import allocate_cuda
 
         ops, tensors, close = allocate_cuda(config, model, groups, shared)
+        rank = make_rank(config, model, tensors, ops, partial(CudaTransfer, ops.stream))
     else:
         tensors = allocate(make_plan(config, model, groups)) | dict(shared)
         ops = CpuOps(model, config.optimizer, seq_len=config.batch.seq_len, seed=config.run.seed)
         close = tensors.clear
-    return Eager(make_rank(config, model, tensors, ops), tensors, close)
+        rank = make_rank(config, model, tensors, ops)
+    return Eager(rank, tensors, close)
+
+
+def _reads_host(config: Config, host: bool) -> Config:
+    """The config without the levers of offload, but for that of shared weights on the host."""
+    levers: dict[str, Any] = {"offload": ("master",) if host else ()}
+    if host:  # this rank makes codes from the values each time
+        levers["keep_quants"] = False
+    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, **levers))

@@ -14,10 +14,13 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.engine_cpu.linear import count_health
 from llmq_nb.model.ops import Scalars
-from llmq_nb.plan.buffers import make_plan
+from llmq_nb.offload.transfer import ImmediateTransfer
+from llmq_nb.plan.buffers import kept_quants, make_plan
+from llmq_nb.plan.places import offloads_quants
 from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
+from llmq_nb.train.host_stores import MakeTransfer
 from llmq_nb.train.rank import Rank, State, allocate, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
 
@@ -102,14 +105,22 @@ class CpuEngine:
 
     kind: Kind = "cpu"
 
-    def __init__(self, config: Config, model: ModelConfig) -> None:
+    def __init__(
+        self, config: Config, model: ModelConfig, transfer: MakeTransfer = ImmediateTransfer
+    ) -> None:
+        """transfer: copies to and from what `memory.offload` calls the host, for tests: here all
+        memory is the host's."""
         self.config, self.model = config, model
-        self.plan = make_plan(config, model)
+        # codes are kept where the host would keep them; else a product makes them each time
+        extra = kept_quants(config, model) if offloads_quants(config) else []
+        self.plan = make_plan(config, model, extra=extra)
         self.tensors = allocate(self.plan)
         self.ops = CpuOps(
             model, config.optimizer, seq_len=config.batch.seq_len, seed=config.run.seed
         )
-        self.ranks = [make_rank(config, model, self.tensors, self.ops)]
+        self.ranks = [make_rank(config, model, self.tensors, self.ops, transfer)]
+        self._stale = True
+        """Whether weights were written since their codes were made."""
 
     @property
     def states(self) -> list[State]:
@@ -124,6 +135,7 @@ class CpuEngine:
         learning_rate: float,
         health: bool = False,
     ) -> StepResult:
+        self._refresh_weights()
         for m in range(batch.tokens.shape[0]):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
             for r, rank in enumerate(self.ranks):
@@ -152,6 +164,7 @@ class CpuEngine:
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
     ) -> float:
+        self._refresh_weights()
         rank = self.ranks[0]
         load(rank, tokens, targets, segment_start, None)
         evaluation_step(self.ranks[:1])
@@ -168,10 +181,18 @@ class CpuEngine:
         return self.ranks[0].ops.read(tensor)
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        self._stale = True
         self.ranks[0].ops.write(tensor, array)
 
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
+        self._stale = True
         self.ranks[0].ops.fill_normal(tensor, std=std, tensor_id=tensor_id)
+
+    def _refresh_weights(self) -> None:
+        if self._stale:
+            for rank in self.ranks:
+                rank.ops.refresh_weights(rank.fp8_weights)
+        self._stale = False
 
 
 def step_scalars(

@@ -42,7 +42,7 @@ from llmq_nb.core.device import (
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.graph import Graph, capture
 from llmq_nb.core.pinned import Pinned
-from llmq_nb.core.sizes import format_bytes
+from llmq_nb.core.sizes import format_bytes, parse_bytes
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import StepBatch
 from llmq_nb.kernels.cache import cache_folder, write_atomically
@@ -53,7 +53,10 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.ops import CudaOps
 from llmq_nb.model.engine_cuda.scalars import pack_scalars
 from llmq_nb.model.ops import Scalars
+from llmq_nb.offload.cuda_transfer import CudaTransfer
+from llmq_nb.offload.pinned import HostMemory
 from llmq_nb.plan.buffers import Group, Plan, make_plan
+from llmq_nb.plan.limits import device_limit
 from llmq_nb.plan.workspace import workspace_buffers
 from llmq_nb.report.console import announce
 from llmq_nb.report.metrics import TensorHealth
@@ -67,6 +70,8 @@ SLOTS = 3
 """Slots of the ring: one being filled, one being copied, one spare."""
 RESERVE = 512 << 20
 """Device memory left to modules, graphs and cuBLASLt beside our one allocation [bytes]."""
+LIMIT_RESERVE = 640 << 20
+"""What `memory.device_limit` keeps for the context, modules, graphs and cuBLASLt; an estimate."""
 
 
 class CudaEngine:
@@ -89,15 +94,18 @@ class CudaEngine:
         config = with_fp8_units(config, self.device)
         self.config, self.model = config, model
         self.plan = make_plan(config, model, extra=workspace_buffers(config, model))
-        _check_memory(self.plan, self.device)
+        check_offload(config, self.device)
+        check_memory(self.plan, self.device, config)
+        self.host = _host_memory(self.plan, config)
         self.base = allocate(self.plan.total)
-        self.tensors = _tensors(self.plan, self.base)
+        self.tensors = _tensors(self.plan, self.base, self.host)
         self.stream = int(create_stream())
         known = machine_tuning(self.device) | (tuning or {})
         self.ops = CudaOps(
             config, model, self.tensors, device=self.device, stream=self.stream, tuning=known
         )
-        self.ranks = [make_rank(config, model, self.tensors, self.ops)]
+        copies = functools.partial(CudaTransfer, self.stream)
+        self.ranks = [make_rank(config, model, self.tensors, self.ops, copies)]
         self._ring = _Ring(self.tensors, self.stream)
         self._graphs: dict[str, Graph] = {}
         self._eager = config.run.cuda_graphs is False
@@ -174,13 +182,14 @@ class CudaEngine:
         self.ops.fill_normal(tensor, std=std, tensor_id=tensor_id)
 
     def close(self) -> None:
-        """Give the device memory back."""
+        """Give the device's and the pinned memory back."""
         synchronize_stream(self.stream)
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
         self._ring.close()
         free(self.base)
+        self.host.close()
 
     def _refresh_weights(self) -> None:
         if self._stale and self._fp8_weights:
@@ -262,9 +271,10 @@ def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str]
     device = open_device((config.parallel.devices or (0,))[0])
     config = with_fp8_units(config, device)
     plan = make_plan(config, model, extra=workspace_buffers(config, model))
-    tensors = _tensors(plan, 1 << 20)  # any aligned address: nothing is launched
-    ops = CudaOps(config, model, tensors, device=device, stream=int(create_stream()))
-    prepare_steps([make_rank(config, model, tensors, ops)])
+    tensors = _tensors(plan, 1 << 20, None)  # any aligned address: nothing is launched
+    stream = int(create_stream())
+    ops = CudaOps(config, model, tensors, device=device, stream=stream)
+    prepare_steps([make_rank(config, model, tensors, ops, functools.partial(CudaTransfer, stream))])
     names = loaded()
     for name in names:
         announce(name)
@@ -279,11 +289,11 @@ def allocate_cuda(
     config = with_fp8_units(config, device)
     extra = workspace_buffers(config, model, quants=False)
     plan = make_plan(config, model, groups, extra=extra)
-    _check_memory(plan, device)
+    check_memory(plan, device)
     base = allocate(plan.total)
     check(driver().cuMemsetD8(base, 0, plan.total), "clearing device memory")
     check(driver().cuCtxSynchronize(), "clearing device memory")
-    tensors = _tensors(plan, base) | dict(shared)
+    tensors = _tensors(plan, base, None) | dict(shared)
     ops = CudaOps(
         config, model, tensors, device=device, stream=int(create_stream()), measures_weights=True
     )
@@ -317,27 +327,49 @@ def keep_machine_tuning(device: Device, tuning: dict[str, int]) -> None:
     write_atomically(_tuning_file(device), json.dumps(merged, indent=1, sort_keys=True).encode())
 
 
-def _check_memory(plan: Plan, device: Device) -> None:
-    free = device.free_bytes()
-    if plan.total + RESERVE <= free:
+def check_offload(config: Config, device: Device) -> None:
+    """Refuse to offload where the host's memory is the device's. UserError."""
+    if config.memory.offload and device.integrated:
+        what = f"offload = {list(config.memory.offload)}: {device.name} shares the host's memory"
+        raise UserError(what, where="memory.offload", mend="leave it out, it would free nothing")
+
+
+def check_memory(plan: Plan, device: Device, config: Config | None = None) -> None:
+    """Raise UserError where the plan is more than what is free or `memory.device_limit`."""
+    room = device.free_bytes()
+    needs, what = plan.total + RESERVE, f"free {format_bytes(room)}"
+    limit = device_limit(config) if config is not None else None
+    if limit is not None and limit - LIMIT_RESERVE < room - RESERVE:
+        # the context is in the limit, and no longer in what is free
+        room, needs = limit, plan.total + LIMIT_RESERVE
+        what = f"memory.device_limit {format_bytes(limit)}"
+    if needs <= room:
         return
-    short = plan.total + RESERVE - free
     groups = sorted(plan.group_bytes().items(), key=lambda item: -item[1])
     largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in groups[:4] if size)
     raise UserError(
-        f"out of memory on {device.name}: {format_bytes(short)} short"
-        f" (needs {format_bytes(plan.total + RESERVE)}, free {format_bytes(free)}; {largest})",
+        f"out of memory on {device.name}: {format_bytes(needs - room)} short"
+        f" (needs {format_bytes(needs)}, {what}; {largest})",
         where="the plan",
-        mend="lower batch.micro_batch, set memory.recompute = ['block'] or more head_chunks",
+        mend="lower batch.micro_batch, set memory.recompute = ['block'], more head_chunks or"
+        " memory.offload",
     )
 
 
-def _tensors(plan: Plan, base: int) -> dict[str, Tensor]:
-    """The plan's buffers at their addresses."""
-    return {
-        b.name: Tensor(b.name, b.shape, b.dtype, base + offset)
-        for b, offset in zip(plan.buffers, plan.offsets, strict=True)
-    }
+def _host_memory(plan: Plan, config: Config) -> HostMemory:
+    text = config.memory.host_limit
+    limit = None if text is None else parse_bytes(text, where="memory.host_limit")
+    return HostMemory(plan.host_chunks(), limit=limit, announce=announce)
+
+
+def _tensors(plan: Plan, base: int, host: HostMemory | None) -> dict[str, Tensor]:
+    """The plan's buffers at their addresses. host: None where nothing reads or writes them."""
+    out = {}
+    for b, offset in zip(plan.buffers, plan.offsets, strict=True):
+        on_host = b.place == "host"
+        address = host.address(offset) if host is not None and on_host else base + offset
+        out[b.name] = Tensor(b.name, b.shape, b.dtype, address, host=on_host)
+    return out
 
 
 @dataclasses.dataclass(slots=True)

@@ -41,8 +41,12 @@ class Fp8Slots:
         for p in fp8_weights(self.config, self.model):
             own, kept = f"weights/{p.name}", f"quants/{p.name}" in self.tensors
             codes = self.tensors.get(f"quants/{p.name}" if kept else "fp8/weight")
-            codes_t = self.tensors.get(f"quants_t/{p.name}" if kept else "fp8/weight")
+            derived = kept and f"quants_t/{p.name}" not in self.tensors
+            codes_t = self.tensors.get(
+                f"quants_t/{p.name}" if kept and not derived else "fp8/weight"
+            )
             slot = self._slot(own, DType.E4M3, codes, codes_t, kept=kept)
+            slot.derived = derived
             # a copy: the tensor may be shared with another rank, which has its own slots
             self.tensors[own] = dataclasses.replace(self.tensors[own], fp8=slot)
 

@@ -1,12 +1,13 @@
 """One rank: the plan's buffers as tensors, the model that uses them and the optimizer's states.
 
-Only `train` wires: the model sees weights through a protocol, and here that protocol's resident
-store is built from the plan. An engine gives memory (`allocate`) and operations; the rest is the
-same for all.
+Only `train` wires: the model sees weights through a protocol, and here its stores are built from
+the plan: resident, or of what lies on the host (`train.host_stores`). An engine gives memory
+(`allocate`), operations and copies; the rest is the same for all.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,14 +20,26 @@ from llmq_nb.model.ops import Inputs, Ops
 from llmq_nb.model.parameters import Parameter, model_parameters, tensor_ids
 from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.model.transformer import Transformer
-from llmq_nb.model.weights import ResidentStore
-from llmq_nb.plan.buffers import Plan, has_master
+from llmq_nb.model.weights import ResidentResiduals, ResidentStore
+from llmq_nb.offload.transfer import ImmediateTransfer
+from llmq_nb.plan.buffers import Plan
+from llmq_nb.plan.places import STAGES, has_master, streamed_states
 from llmq_nb.train.fp8_slots import Fp8Slots
+from llmq_nb.train.host_stores import (
+    MakeTransfer,
+    host_gradients,
+    host_residuals,
+    host_weights,
+    streamed,
+)
 
 
 @dataclasses.dataclass(slots=True)
 class State:
-    """What the optimizer keeps for one parameter. master is weight where their formats are one."""
+    """What the optimizer keeps for one parameter. master is weight where their formats are one.
+
+    A slice of it has `whole` false and begins at element `first`; then all tensors are flat.
+    """
 
     parameter: Parameter
     tensor_id: int
@@ -36,23 +49,50 @@ class State:
     m_scale: Tensor | None
     v: Tensor
     gradient: Tensor
+    first: int = 0
+    whole: bool = True
+
+
+class HostStore(Protocol):
+    """A store with copies in flight during a step, and none between two."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    def reset(self) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 @dataclasses.dataclass(slots=True)
 class Rank:
-    """A model, its states and the buffers of its results."""
+    """A model, its states and the buffers of its results.
+
+    updates: what the optimizer goes over: the states, or slices of those that live on the host.
+    host_stores: what copies to and from the host.
+    """
 
     model: Transformer
     states: list[State]
     norms: Tensor
     norm_total: Tensor
+    updates: Iterable[State] = ()
+    host_stores: list[HostStore] = dataclasses.field(default_factory=list)
+
+    def begin(self) -> None:
+        """Before a step: nothing is in flight."""
+        for store in self.host_stores:
+            store.reset()
+
+    def finish(self) -> None:
+        """After a step: what follows waits for every copy."""
+        for store in self.host_stores:
+            store.finish()
 
     @property
     def fp8_weights(self) -> list[Tensor]:
         """The weights of FP8 products, in forward order."""
-        units = (self.model.weights.get(layer) for layer in range(self.model.config.L))
-        fields = (w for unit in units for w in (unit.qkv, unit.out, unit.gate_up, unit.down))
-        return [w for w in fields if w.fp8 is not None]
+        return [s.weight for s in self.states if s.weight.fp8 is not None]
 
     @property
     def ops(self) -> Ops:
@@ -60,20 +100,37 @@ class Rank:
 
 
 def allocate(plan: Plan) -> dict[str, Tensor]:
-    """The plan in host memory: one allocation, every buffer a view of it, all zeros. UserError."""
-    check_host_memory(plan.total)  # the zeros are taken page by page, without a refusal
-    memory = np.zeros(plan.total, np.uint8)
+    """The plan in host memory: an allocation a place, every buffer a view, all zeros. UserError."""
+    # the zeros are taken page by page, without a refusal
+    check_host_memory(plan.total + plan.host_total)
+    memory = {
+        "device": np.zeros(plan.total, np.uint8),
+        "host": np.zeros(plan.host_total, np.uint8),
+    }
     tensors = {}
     for buffer, offset in zip(plan.buffers, plan.offsets, strict=True):
-        data = memory[offset : offset + buffer.nbytes].view(buffer.dtype.numpy)
+        data = memory[buffer.place][offset : offset + buffer.nbytes].view(buffer.dtype.numpy)
         tensors[buffer.name] = Tensor(
-            buffer.name, buffer.shape, buffer.dtype, data.reshape(buffer.shape)
+            buffer.name,
+            buffer.shape,
+            buffer.dtype,
+            data.reshape(buffer.shape),
+            host=buffer.place == "host",
         )
     return tensors
 
 
-def make_rank(config: Config, model: ModelConfig, tensors: dict[str, Tensor], ops: Ops) -> Rank:
-    """Wire a rank that holds everything; an inference plan gives one without gradients."""
+def make_rank(
+    config: Config,
+    model: ModelConfig,
+    tensors: dict[str, Tensor],
+    ops: Ops,
+    transfer: MakeTransfer = ImmediateTransfer,
+) -> Rank:
+    """Wire a rank that holds everything; an inference plan gives one without gradients.
+
+    transfer: makes the copies of one store between device and host.
+    """
     tensors = dict(tensors)
     slots = Fp8Slots(config, model, tensors)
     slots.give_weights()
@@ -83,21 +140,40 @@ def make_rank(config: Config, model: ModelConfig, tensors: dict[str, Tensor], op
     for layer, block in enumerate(blocks):
         slots.give_activations(block, layer)
     head = HeadActivations(*(tensors[f"head/{f}"] for f in _fields(HeadActivations)))
+    host_stores: list[Any] = []
+    weights: Any = _store(model, parameters, tensors, "weights")
+    if store := host_weights(config, model, tensors, weights, transfer):
+        weights = store
+        host_stores.append(store)
+    gradients: Any = _store(model, parameters, tensors, "gradients" if training else "weights")
+    if training and "gradients" in config.memory.offload:
+        gradients = host_gradients(config, model, tensors, gradients, transfer)
+        host_stores.append(gradients)
+    residuals: Any = ResidentResiduals()
+    if "residual" in config.memory.offload:
+        residuals = host_residuals(config, model, tensors, transfer)
+        host_stores.append(residuals)
     transformer = Transformer(
         config=model,
         ops=ops,
         inputs=Inputs(*(tensors[f"inputs/{f}"] for f in _fields(Inputs))),
-        weights=_store(model, parameters, tensors, "weights"),
-        gradients=_store(model, parameters, tensors, "gradients" if training else "weights"),
+        weights=weights,
+        gradients=gradients,
         blocks=blocks,
         head=head,
         g=_gradients(tensors, model, slots),
         dropped=dropped_activations(config.memory.recompute),
+        residuals=residuals,
     )
     ids = tensor_ids(parameters)
     optimized = f"m/{parameters[0].name}" in tensors
     states = [_state(config, p, ids[p.name], tensors) for p in parameters if optimized]
-    return Rank(transformer, states, tensors["norm/norms"], tensors["norm/total"])
+    updates: Any = states
+    if states and streamed_states(config):
+        updates = streamed(config, model, tensors, states, transfer)
+        host_stores.append(updates)
+    totals = tensors["norm/norms"], tensors["norm/total"]
+    return Rank(transformer, states, *totals, updates, host_stores)
 
 
 def _fields(cls: Any) -> list[str]:
@@ -112,9 +188,11 @@ def _store(
 
 
 def _block(tensors: dict[str, Tensor], model: ModelConfig, layer: int) -> BlockActivations:
-    """A layer's activations: its own buffer, or the one that all layers share."""
+    """A layer's activations: its own buffer, or the one that all layers (or each second) share."""
 
     def find(field: str) -> Tensor | None:
+        if field == "residual" and "stage/residual.0" in tensors:
+            return tensors[f"stage/residual.{layer % STAGES}"]
         return tensors.get(f"block/{field}.{layer}", tensors.get(f"block/{field}"))
 
     found: dict[str, Any] = {field: find(field) for field in _fields(BlockActivations)}

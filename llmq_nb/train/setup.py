@@ -141,9 +141,6 @@ def _cuda_obstacle(config: Config, model: ModelConfig) -> UserError | None:
     if model.D not in CUDA_HEAD_DIMS:
         mend = f"the GPU's attention has {' and '.join(map(str, CUDA_HEAD_DIMS))}"
         return UserError(f"head_dim {model.D}", where="run.device", mend=mend)
-    if config.memory.offload:
-        mend = "leave it out; memory.recompute and memory.head_chunks save device memory"
-        return UserError("offload is not part of this version", where="memory.offload", mend=mend)
     try:
         from llmq_nb.core.device import open_device
         from llmq_nb.train.engine_cuda import with_fp8_units

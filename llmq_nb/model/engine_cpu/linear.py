@@ -30,6 +30,22 @@ def operand(tensor: Tensor, *, fp8: bool) -> tuple[Float, np.float32]:
     return codes.astype(np.float32), scale
 
 
+def keep_codes(weight: Tensor) -> None:
+    """Write the codes of a weight that keeps them."""
+    slot = weight.fp8
+    if slot is not None and slot.kept and slot.codes is not None:
+        slot.absmax[0] = absmax(weight.data)
+        slot.codes.data[...] = quantize(weight.data, slot.format, slot.absmax[0])[0]
+
+
+def weight_operand(weight: Tensor) -> tuple[Float, np.float32]:
+    """`operand` of a weight: its codes where they are kept."""
+    slot = weight.fp8
+    if slot is None or not slot.kept or slot.codes is None:
+        return operand(weight, fp8=slot is not None)
+    return slot.codes.data.astype(np.float32), scales(slot.absmax[0], slot.format)[0]
+
+
 def kept_operand(tensor: Tensor, *, fp8: bool) -> tuple[Float, np.float32]:
     """`operand` of an input in backward: where forward kept the codes, its values are gone."""
     slot = tensor.fp8
@@ -56,7 +72,7 @@ def linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """y = x weight^T + bias, as `Ops.linear` says; codes of x and weight if weight has a slot."""
     fp8 = weight.fp8 is not None
     xs, x_scale = operand(x, fp8=fp8)
-    ws, w_scale = operand(weight, fp8=fp8)
+    ws, w_scale = weight_operand(weight)
     shift = None if bias is None else to_float32(bias.data)
     product(y.data, xs, ws.T, scale=x_scale * w_scale, bias=shift)
 
@@ -68,7 +84,7 @@ def linear_backward(
     fp8 = weight.fp8 is not None
     dys, dy_scale = operand(dy, fp8=fp8)
     xs, x_scale = kept_operand(x, fp8=fp8)
-    ws, w_scale = operand(weight, fp8=fp8)
+    ws, w_scale = weight_operand(weight)
     product(dweight.data, dys.T, xs, scale=dy_scale * x_scale, accumulate=accumulate)
     product(dx.data, dys, ws, scale=dy_scale * w_scale)
 

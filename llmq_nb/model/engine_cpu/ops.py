@@ -41,7 +41,12 @@ class CpuOps:
         """Nothing to do, as for `clear_absmax`."""
 
     def refresh_weights(self, weights: list[Tensor]) -> None:
-        """Nothing to do: a product quantises its weight each time."""
+        for weight in weights:
+            self.update_weight(weight)
+
+    def update_weight(self, weight: Tensor) -> None:
+        """Where no codes are kept a product quantises its weight each time."""
+        linear.keep_codes(weight)
 
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         x.data[...] = table.data[tokens.data.reshape(-1)]
@@ -238,6 +243,7 @@ class CpuOps:
         tensor_id: int,
         decayed: bool,
         m_scale: Tensor | None = None,
+        first: int = 0,
     ) -> None:
         _, clip, finite = total.data
         if not finite:
@@ -255,7 +261,9 @@ class CpuOps:
             tensor_id=tensor_id,
             decayed=decayed,
             m_scale=m_scale,
+            first=first,
         )
+        linear.keep_codes(weight)
 
     def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
         values = normal(0, x.size, seed=self.seed, tensor_id=tensor_id)

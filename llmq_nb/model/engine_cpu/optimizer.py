@@ -48,8 +48,9 @@ def adamw(
     tensor_id: int,
     decayed: bool,
     m_scale: Tensor | None,
+    first: int = 0,
 ) -> None:
-    """One update of a whole tensor; see `Ops.adamw`."""
+    """One update of a tensor or of a slice; see `Ops.adamw`."""
     beta1, beta2 = np.float32(config.beta1), np.float32(config.beta2)
     one, epsilon = np.float32(1.0), np.float32(config.epsilon)
     rate = np.float32(scalars.learning_rate)
@@ -72,7 +73,7 @@ def adamw(
         p = to_float32(p_out)
         update = (new_m / correction1) / (np.sqrt(new_v / correction2) + epsilon)
         new_p = p - rate * (update + decay * p)
-        place = (rows.start, new_p.size)
+        place = (first + rows.start, new_p.size)
         if scale is None:
             _store(m_out, new_m, lambda: random(Purpose.M, *place))
         else:

@@ -17,6 +17,7 @@ from llmq_nb.kernels.fp8_health import fp8_health_launch
 from llmq_nb.kernels.matmul import Kind, Products, Shape
 from llmq_nb.kernels.quantize import decode_launch, quantize_launch, quantize_transpose_launch
 from llmq_nb.kernels.swiglu import swiglu_quantize_launch
+from llmq_nb.kernels.transpose_bytes import transpose_bytes_launch
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.fp8 import SLOT_WORDS, fp8_weights, padded_rows
 
@@ -65,7 +66,7 @@ class Fp8Products:
     def update_weight(self, weight: Tensor) -> None:
         """Write the kept codes of a weight whose absmax was just found."""
         if weight.fp8 is not None and weight.fp8.kept:
-            self._quantize(weight, row_major=True, transposed=True)
+            self._quantize(weight, row_major=True, transposed=not weight.fp8.derived)
 
     def swiglu_codes(self, y: Tensor, gate_up: Tensor) -> None:
         """The transposed codes of a SwiGLU whose absmax forward found; not its values."""
@@ -127,6 +128,11 @@ class Fp8Products:
         """A weight's codes in one layout, unless they are kept."""
         slot = _slot(weight)
         if slot.kept:
+            if slot.derived and transposed:
+                transpose_bytes_launch(
+                    _data(slot.codes_t), _data(slot.codes), R=weight.shape[0], C=weight.shape[1],
+                    stream=self.stream,
+                )  # fmt: skip
             return
         if self.measures_weights:
             clear_launch(slot.scale, nbytes=SLOT_BYTES, stream=self.stream)

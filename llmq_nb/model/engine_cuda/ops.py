@@ -99,6 +99,9 @@ class CudaOps:
             self.fp8.measure(weight)
             self.fp8.update_weight(weight)
 
+    def update_weight(self, weight: Tensor) -> None:
+        self.fp8.update_weight(weight)
+
     # ---- embedding, norms ----------------------------------------------------------------------
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         embedding.embedding_forward_launch(
@@ -311,11 +314,12 @@ class CudaOps:
         tensor_id: int,
         decayed: bool,
         m_scale: Tensor | None = None,
+        first: int = 0,
     ) -> None:
         o = self.optimizer
         adamw.adamw_launch(
             master.data, 0 if weight is master else weight.data, m.data, v.data, grad.data,
-            n=master.size, scalars=self._scalars.data, total=total.data,
+            n=master.size, first=first, scalars=self._scalars.data, total=total.data,
             m_scale=m_scale.data if m_scale is not None else 0, beta1=o.beta1, beta2=o.beta2,
             epsilon=o.epsilon, decay=o.weight_decay if decayed else 0.0,
             seed=self.config.run.seed, tensor=tensor_id, master_dtype=master.dtype,

@@ -1,0 +1,168 @@
+"""Stores for what `memory.offload` moves, from the plan's tensors: only `train` wires.
+
+The model sees weights and gradients by unit and residuals by layer; the optimizer step goes over
+states. Each store copies on streams of its own.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from llmq_nb.config import Config
+from llmq_nb.core.dtype import M_GROUP
+from llmq_nb.core.tensor import Fp8Slot, Tensor
+from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.parameters import Parameter, layer_parameters
+from llmq_nb.model.weights import Unit, Weights, WeightStore
+from llmq_nb.offload.host_gradients import HostGradients
+from llmq_nb.offload.host_residuals import HostResiduals
+from llmq_nb.offload.host_weights import HostWeights, Staged
+from llmq_nb.offload.optimizer_state import Slice, StreamedStates
+from llmq_nb.offload.transfer import Transfer, copies_of
+from llmq_nb.plan.places import (
+    STAGES,
+    STREAMED,
+    Layout,
+    gradient_layout,
+    kept_residuals,
+    quant_layout,
+    slice_elements,
+    staged_quants,
+    staged_weights,
+    streamed_states,
+    weight_layout,
+)
+
+Tensors = dict[str, Tensor]
+MakeTransfer = Callable[[], Transfer]
+StateT = TypeVar("StateT")
+
+
+def host_weights(
+    config: Config, model: ModelConfig, tensors: Tensors, resident: WeightStore, make: MakeTransfer
+) -> HostWeights[Weights] | None:
+    """The blocks whose weights (or codes) products read from the host; None: there are none."""
+    staged: dict[Unit, Staged[Weights]] = {}
+    for layer in staged_weights(config, model):
+        turn = layer % STAGES
+        staging, layout = tensors[f"stage/weights.{turn}"], weight_layout(config, model)
+        weights, pairs = copy.copy(resident.get(layer)), []
+        for p in _laid_out(model, layer, layout):
+            own = tensors[f"weights/{p.name}"]
+            here = dataclasses.replace(_place(staging, layout, p), name=own.name, fp8=own.fp8)
+            setattr(weights, p.field, here)
+            pairs.append((here, own))
+        staged[layer] = Staged(weights, turn, staging, copies_of(pairs))
+    for layer in staged_quants(config, model):
+        turn = layer % STAGES
+        staging, layout = tensors[f"stage/quants.{turn}"], quant_layout(model)
+        weights, pairs = copy.copy(resident.get(layer)), []
+        for p in _laid_out(model, layer, layout):
+            own = tensors[f"weights/{p.name}"]
+            here = _place(staging, layout, p)
+            slot: Fp8Slot = dataclasses.replace(_slot(own), codes=here)
+            setattr(weights, p.field, dataclasses.replace(own, fp8=slot))
+            pairs.append((here, tensors[f"quants/{p.name}"]))
+        staged[layer] = Staged(weights, turn, staging, copies_of(pairs))
+    return HostWeights(resident, staged, make()) if staged else None
+
+
+def host_gradients(
+    config: Config, model: ModelConfig, tensors: Tensors, resident: WeightStore, make: MakeTransfer
+) -> HostGradients[Weights]:
+    """The gradients of all blocks."""
+    layout = gradient_layout(config, model)
+    staged: dict[Unit, Staged[Weights]] = {}
+    for layer in range(model.L):
+        turn = layer % STAGES
+        staging, weights, pairs = tensors[f"stage/gradients.{turn}"], Weights(), []
+        for p in _laid_out(model, layer, layout):
+            here = _place(staging, layout, p)
+            setattr(weights, p.field, here)
+            pairs.append((here, tensors[f"gradients/{p.name}"]))
+        staged[layer] = Staged(weights, turn, staging, copies_of(pairs))
+    return HostGradients(resident, staged, make())
+
+
+def host_residuals(
+    config: Config, model: ModelConfig, tensors: Tensors, make: MakeTransfer
+) -> HostResiduals:
+    """The inputs of all blocks."""
+    staging = [tensors[f"stage/residual.{i}"] for i in range(min(STAGES, model.L))]
+    copies = {
+        layer: copies_of([(staging[layer % STAGES], tensors[f"block/residual.{layer}"])])
+        for layer in kept_residuals(config, model)
+    }
+    return HostResiduals(staging, copies, make())
+
+
+def streamed(
+    config: Config, model: ModelConfig, tensors: Tensors, states: Sequence[Any], make: MakeTransfer
+) -> StreamedStates[Any]:
+    """The optimizer's states in slices, those on the host through staging buffers."""
+    names = streamed_states(config)
+    if "m" in names and config.optimizer.m == "e4m3":
+        names.append("m_scale")
+    staging = [[tensors[f"stage/{name}.{turn}"] for name in names] for turn in range(STAGES)]
+    slices: list[Slice[Any]] = []
+    turn = 0
+    for state in states:
+        moved = [n for n in names if (t := getattr(state, n)) is not None and t.host]
+        if state.master.size < STREAMED or not moved:
+            slices.append(Slice(state))
+            continue
+        for start in range(0, state.master.size, slice_elements(model)):
+            stop = min(start + slice_elements(model), state.master.size)
+            part, pairs = _cut(state, start, stop), []
+            for name in moved:
+                host = getattr(part, name)
+                here = tensors[f"stage/{name}.{turn}"].rows(0, host.size)
+                pairs.append((here, host))
+                here = dataclasses.replace(here, fp8=host.fp8)
+                if name == "master" and state.weight is state.master:
+                    part = dataclasses.replace(part, weight=here)
+                part = dataclasses.replace(part, **{name: here})
+            slices.append(Slice(part, turn, copies_of(pairs)))
+            turn = (turn + 1) % STAGES
+    return StreamedStates(slices, staging, make())
+
+
+def _cut(state: StateT, start: int, stop: int) -> StateT:
+    """Elements start .. stop - 1 of a state's tensors; kept codes are left for later."""
+
+    def flat(tensor: Tensor, first: int, last: int) -> Tensor:
+        out = tensor.view(tensor.size).rows(first, last)
+        if tensor.fp8 is None:
+            return out
+        slot = dataclasses.replace(tensor.fp8, kept=False)
+        return dataclasses.replace(out, fp8=slot)
+
+    whole: Any = state
+    parts: dict[str, Any] = {
+        name: flat(getattr(whole, name), start, stop)
+        for name in ("weight", "master", "m", "v", "gradient")
+    }
+    if whole.weight is whole.master:
+        parts["master"] = parts["weight"]
+    if whole.m_scale is not None:
+        parts["m_scale"] = flat(whole.m_scale, start // M_GROUP, -(-stop // M_GROUP))
+    return dataclasses.replace(whole, first=start, whole=False, **parts)
+
+
+def _laid_out(model: ModelConfig, layer: int, layout: Layout) -> Iterable[Parameter]:
+    return [p for p in layer_parameters(model, layer) if p.field in layout.fields]
+
+
+def _place(staging: Tensor, layout: Layout, p: Parameter) -> Tensor:
+    """A parameter's part of a staging buffer."""
+    start, shape = layout.fields[p.field]
+    size = 1
+    for extent in shape:
+        size *= extent
+    return staging.rows(start, start + size).view(*shape)
+
+
+def _slot(tensor: Tensor) -> Fp8Slot:
+    assert tensor.fp8 is not None, f"{tensor.name} has codes and no FP8 slot"
+    return tensor.fp8
