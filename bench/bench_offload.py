@@ -117,6 +117,7 @@ def main() -> None:
         "plan_device_gib": round(engine.plan.total / 2**30, 3),
         "plan_host_gib": round(engine.plan.host_total / 2**30, 3),
         "pinned_gib": round(engine.host.nbytes / 2**30, 3),
+        "pinning_seconds": round(engine.host.seconds, 1),
         "process_mib": process_mib(),
         "device_mib": [before, device_mib()],
         "seconds_to_engine": round(ready, 1),

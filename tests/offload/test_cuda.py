@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmq_nb.core.device import check, driver
+from llmq_nb.core.device import DeviceError, check, driver, open_device
 from llmq_nb.core.errors import UserError
 from llmq_nb.model.config import ModelConfig
+from llmq_nb.offload import pinned
 from llmq_nb.plan import places
 from llmq_nb.train.gradients import loss_and_gradients
 from tests.train.test_engine_cuda import batch_of, config_of, cuda_engine
@@ -142,6 +143,28 @@ def test_buffers_lie_where_the_plan_says_and_nothing_more_is_pinned():
         engine.write(state.v, value)
         np.testing.assert_array_equal(engine.read(state.v), value.astype(state.v.dtype.numpy))
     engine.close()
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_host_memory_is_zeros_that_the_device_reads(registers, monkeypatch):
+    """Both ways to pin: registered pages, and the driver's allocation where it refuses them."""
+    if not registers:
+
+        def refuse(nbytes: int) -> pinned.Registered:
+            raise DeviceError("CUDA_ERROR_NOT_SUPPORTED", "refused")
+
+        monkeypatch.setattr(pinned, "Registered", refuse)
+    open_device()
+    sizes = [(0, 5 << 20), (5 << 20, 6 << 20)]
+    memory = pinned.HostMemory(sizes)
+    assert memory.nbytes == pytest.approx(6 << 20, abs=1024)
+    for offset in (0, (5 << 20) - 4096, 5 << 20, (6 << 20) - 4096):
+        address = memory.address(offset)
+        assert memory_type(address) == 1
+        found = np.ones(4096, np.uint8)
+        check(driver().cuMemcpyDtoH(found.ctypes.data, address, 4096), "reading")
+        assert not found.any()
+    memory.close()
 
 
 @pytest.mark.parametrize("storage", ["bf16", "e4m3, kept quants", "e4m3, no quants"])

@@ -6,10 +6,11 @@ import pytest
 from llmq_nb.core.dtype import DType
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.tensor import Tensor
+from llmq_nb.offload import pinned
 from llmq_nb.offload.host_gradients import HostGradients
 from llmq_nb.offload.host_residuals import HostResiduals
 from llmq_nb.offload.host_weights import HostWeights, Staged
-from llmq_nb.offload.pinned import check_pinnable
+from llmq_nb.offload.pinned import check_pinnable, take_pages
 from llmq_nb.offload.transfer import Copy, ImmediateTransfer, copies_of
 
 GIB = 1 << 30
@@ -65,6 +66,16 @@ def test_a_unit_that_is_not_released_is_noticed():
     for store in (weights, gradients, residuals):
         store.reset()
         assert store.idle
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 10_000, 12_288])
+def test_all_of_a_chunk_is_cleared_and_nothing_else(nbytes, monkeypatch):
+    monkeypatch.setattr(pinned, "PIECE", 4096)
+    memory = np.full(20_000, 7, np.uint8)
+    take_pages(memory.ctypes.data + 100, nbytes)
+    want = np.full(20_000, 7, np.uint8)
+    want[100 : 100 + nbytes] = 0
+    np.testing.assert_array_equal(memory, want)
 
 
 def test_host_memory_is_refused_in_one_line():
