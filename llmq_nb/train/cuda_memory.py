@@ -7,11 +7,9 @@ from llmq_nb.core.sizes import format_bytes, parse_bytes
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.offload.pinned import HostMemory
 from llmq_nb.plan.buffers import Plan
-from llmq_nb.plan.limits import device_limit
+from llmq_nb.plan.limits import RESERVE, device_limit
 from llmq_nb.report.console import announce
 
-RESERVE = 512 << 20
-"""Device memory left to modules, graphs and cuBLASLt beside our one allocation [bytes]."""
 LIMIT_RESERVE = 640 << 20
 """What `memory.device_limit` keeps for the context, modules, graphs and cuBLASLt; an estimate."""
 
