@@ -15,6 +15,7 @@ from llmq_nb.core.errors import EXIT_FAILURE, EXIT_USER, MachineError, UserError
 COMMANDS = (
     "train",
     "tokenize",
+    "inspect",
     "export",
     "generate",
     "eval",

@@ -172,7 +172,7 @@ class TokenStore:
 
         Raises UserError on an id beyond the vocabulary (with its position) and on a damaged shard.
         """
-        tokens = self._read(self._tokens, start, stop)
+        tokens = self.read_any(start, stop)
         if len(tokens) and tokens.max() >= self.vocab_size:
             at = int(np.argmax(tokens >= self.vocab_size))
             raise UserError(
@@ -182,6 +182,10 @@ class TokenStore:
                 mend=REDO,
             )
         return tokens
+
+    def read_any(self, start: int, stop: int) -> NDArray[Any]:
+        """`read` that hands over ids beyond the vocabulary as well."""
+        return self._read(self._tokens, start, stop)
 
     def read_mask(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         """Loss mask of tokens start <= i < stop; None if every token is supervised."""

@@ -20,7 +20,7 @@ from llmq_nb.data.formats import NotText, check_text, has_mask, read_documents
 from llmq_nb.data.sources import Source, fingerprint, resolve
 from llmq_nb.data.store import REDO, TokenStore, read_attributes
 from llmq_nb.data.store_writer import StoreWriter
-from llmq_nb.data.tokenizer import Tokenizer, tokenizer_info
+from llmq_nb.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_info
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read and the bytes there are."""
@@ -98,6 +98,7 @@ def _tokenize(
             "files": len(sources),
             "bytes": sum(source.bytes for source in sources),
             "part": part,
+            "tokenizer": str(tokenizer.path if isinstance(tokenizer, FileTokenizer) else "bytes"),
             "fingerprint": content,
         }
         for part in ("train", "validation")[: len(outs)]

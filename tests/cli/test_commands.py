@@ -17,6 +17,7 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 OPTIONS = {
     "train": ["--set", "--resume", "--dry-run"],
     "tokenize": ["--out", "--tokenizer", "--format"],
+    "inspect": ["--samples", "--seed", "--tokenizer", "--json"],
     "export": ["--dtype", "--max-shard-size"],
     "generate": ["--prompt", "--temperature", "--top-p", "--seed"],
     "eval": ["--data", "--seq-len", "--json"],

@@ -12,6 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmq_nb.data.store import TokenizerInfo, TokenStore
 from llmq_nb.data.store_writer import StoreWriter
+from tests.e2e.conftest import cli
+
+__all__ = ["cli"]
 
 
 class MemoryStore:
