@@ -7,6 +7,7 @@ compared in relative L2.
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ from tests.train.test_engine_cuda import (
 )
 
 pytestmark = pytest.mark.gpu
-FACTS = {"step": 0, "updates": 0, "learning_rate": 1e-2}
+FACTS: dict[str, Any] = {"step": 0, "updates": 0, "learning_rate": 1e-2}
+STILL: dict[str, Any] = FACTS | {"learning_rate": 0.0}
 
 
 def fp8_config(gradient="e4m3", units="auto", layers=(), quants=True, **options):
@@ -88,7 +90,7 @@ def test_each_product_is_the_cpu_engines(monkeypatch, units, quants, recompute):
     cpu, gpu = CpuEngine(config, model), cuda_engine(config, model)
     set_weights(cpu, initial(model))
     rng = np.random.default_rng(5)
-    gpu.train_step(batch_of(config, model), **(FACTS | {"learning_rate": 0.0}))
+    gpu.train_step(batch_of(config, model), **STILL)
     ranks = (cpu.ranks[0], gpu.ranks[0])
     products = [
         ("attn_in", "qkv", "qkv", "norm_in"), ("attn", "attn_out", "out", "attn"),
@@ -189,7 +191,7 @@ def test_a_micro_batch_is_scaled_by_its_own_absmax():
     model, config = QWEN2, fp8_config(accumulation=2)
     engine = cuda_engine(config, model)
     batch = batch_of(config, model)
-    engine.train_step(batch, **(FACTS | {"learning_rate": 0.0}))
+    engine.train_step(batch, **STILL)
     after_both = slots(engine.ranks[0], engine)
     swapped = dataclasses.replace(
         batch,
@@ -197,10 +199,10 @@ def test_a_micro_batch_is_scaled_by_its_own_absmax():
         targets=batch.targets[::-1].copy(),
         segment_start=batch.segment_start[::-1].copy(),
     )
-    engine.train_step(swapped, **(FACTS | {"learning_rate": 0.0}))
+    engine.train_step(swapped, **STILL)
     after_first = slots(engine.ranks[0], engine)
     assert after_first != after_both
-    engine.train_step(batch, **(FACTS | {"learning_rate": 0.0}))
+    engine.train_step(batch, **STILL)
     assert slots(engine.ranks[0], engine) == after_both
     engine.close()
 
@@ -209,7 +211,7 @@ def test_slots_hold_what_the_tensors_hold():
     """The producers' absmax, for what is still in memory after a micro-step."""
     model, config = QWEN2, fp8_config(accumulation=1, layers=())
     engine = cuda_engine(config, model)
-    engine.train_step(batch_of(config, model), **(FACTS | {"learning_rate": 0.0}))
+    engine.train_step(batch_of(config, model), **STILL)
     for block in engine.ranks[0].model.blocks:
         slot = block.attn.fp8
         assert slot is not None
