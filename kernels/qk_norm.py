@@ -46,6 +46,8 @@ from llmq_nb.kernels.ptx import (
 from llmq_nb.kernels.vector import PIECE, vector
 
 THREADS, UNROLL = 256, 4
+PAIR = 2
+"""Heads that a thread has in flight."""
 BLOCKS = 256
 """Partial sums of the weight gradients; never a function of the card."""
 OPTIONS = Options(min_blocks=2)  # 256 blocks are one wave of 132 multiprocessors then
@@ -72,7 +74,7 @@ def make_head_sum(LANES: int):
     return head_sum
 
 
-def make_qk_norm_forward(H: int, G: int, D: int, dtype: str):
+def make_qk_norm_forward(H: int, G: int, D: int, dtype: str, unroll: int = UNROLL):
     """Kernel for one arrangement of heads; arguments are device addresses, see FORWARD_SIGNATURE.
 
     pieces: of the whole of qkv."""
@@ -80,7 +82,7 @@ def make_qk_norm_forward(H: int, G: int, D: int, dtype: str):
     WORDS, BYTES, load_cs, load_nc, store = v.words, v.bytes, v.load_cs, v.load_nc, v.store
     low, high, set_pair = v.low, v.high, v.set_pair
     LANES, HEADS, NORMED, QUERIES = lanes_of(D), H + 2 * G, H + G, H
-    STEP = PIECE * BYTES
+    STEP, UNROLL = PIECE * BYTES, unroll
     INV_D = np.float32(1.0 / D)
     head_sum = make_head_sum(LANES)
 
@@ -117,7 +119,9 @@ def make_qk_norm_forward(H: int, G: int, D: int, dtype: str):
     return qk_norm_forward
 
 
-def make_qk_norm_backward(H: int, G: int, D: int, blocks: int, absmax: bool, dtype: str):
+def make_qk_norm_backward(
+    H: int, G: int, D: int, blocks: int, absmax: bool, dtype: str, pair: int = PAIR
+):
     """Stage one for one arrangement of heads; arguments: see BACKWARD_SIGNATURE."""
     v = vector(dtype)
     WORDS, BYTES, load_cs, load_nc, store = v.words, v.bytes, v.load_cs, v.load_nc, v.store
@@ -125,7 +129,7 @@ def make_qk_norm_backward(H: int, G: int, D: int, blocks: int, absmax: bool, dty
         v.low, v.high, v.set_pair, v.track, v.absmax_update
     )  # fmt: skip
     LANES, HEADS, NORMED, QUERIES, GRID = lanes_of(D), H + 2 * G, H + G, H, blocks
-    PAIR = 2 if dtype == "bf16" else 1  # heads that a thread has in flight; two of float32 spill
+    PAIR = pair if dtype == "bf16" else 1  # two of float32 spill
     STEP, UNITS = PIECE * BYTES, THREADS // LANES  # heads that a block has at a time
     ROWS_ON, HEADS_ON = divmod(GRID * PAIR * UNITS, HEADS)  # from one head of a thread to its next
     ABSMAX, WIDTH = absmax, 2 * D
@@ -235,11 +239,10 @@ def qk_norm_backward_launch(
     )  # fmt: skip
     pieces = rows * (H + 2 * G) * lanes_of(D)
     k(stream, (blocks,), dqkv, scratch, absmax, dheads, qkv, q_weight, k_weight, rstd, pieces)
-    for out, offset in ((dq_weight, 0), (dk_weight, 4 * D)):
-        column_sum_launch(
-            out, scratch + offset, partials=blocks, columns=D, stride=2 * D,
-            accumulate=accumulate, dtype=grad_dtype, stream=stream,
-        )  # fmt: skip
+    column_sum_launch(
+        dq_weight, scratch, partials=blocks, columns=2 * D, stride=2 * D, second=dk_weight,
+        split=D, accumulate=accumulate, dtype=grad_dtype, stream=stream,
+    )  # fmt: skip
 
 
 def qk_norm_backward_scratch(D: int) -> int:

@@ -27,20 +27,25 @@ from numba.cuda import types
 
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.arrays import current_stream, describe
-from llmq_nb.kernels.compile import CompileCase
+from llmq_nb.kernels.compile import CompileCase, Options
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import ffma, ldg32, ldg128f_nc
 from llmq_nb.kernels.vector import PIECE, vector
 
-THREADS, HEADS = 256, 4
+THREADS = 256
+HEADS = 4
+"""Heads that a thread rotates with one set of cos and sin."""
+OPTIONS = Options(min_blocks=3)
+TILE = {"block": THREADS, "heads": HEADS}
 SIGNATURE = (*(types.uint64,) * 4, types.int64, types.int32)
 
 
-def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
+def make_rope(H: int, G: int, D: int, backward: bool, dtype: str, block: int, heads: int):
     """Kernel for one head layout; arguments are device addresses."""
     v = vector(dtype)
     WORDS, BYTES, load, store, low, high = v.words, v.bytes, v.load, v.store, v.low, v.high
     set_pair = v.set_pair
+    THREADS, HEADS = block, heads
     ROTATED, ROW = H + G, (H + 2 * G) * D
     PAIRS = D // (2 * PIECE)  # pieces of half a head
     GROUPS = cdiv(ROTATED, HEADS)
@@ -55,6 +60,14 @@ def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
             rest = i - row * ROW_THREADS
             group = rest // PAIRS
             column = (rest - group * PAIRS) * PIECE
+            a = cuda.local.array((HEADS, WORDS), dtype=types.uint32)
+            b = cuda.local.array((HEADS, WORDS), dtype=types.uint32)
+            first = qkv + (row * ROW + group * (HEADS * D) + column) * BYTES
+            for h in range(HEADS):
+                inside = group * HEADS + h < ROTATED
+                load(a, h, first + h * D * BYTES, inside)
+                load(b, h, first + (h * D + HALF) * BYTES, inside)
+            # only now: the tables wait for the position, and nothing may wait behind them
             position = row % T - np.int32(ldg32(segment_start + row * 4))
             table = (position * HALF + column) * 4
             c = cuda.local.array(8, dtype=types.float32)
@@ -63,13 +76,6 @@ def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
             c[4], c[5], c[6], c[7] = ldg128f_nc(cos + table + 16)
             s[0], s[1], s[2], s[3] = ldg128f_nc(sin + table)
             s[4], s[5], s[6], s[7] = ldg128f_nc(sin + table + 16)
-            a = cuda.local.array((HEADS, WORDS), dtype=types.uint32)
-            b = cuda.local.array((HEADS, WORDS), dtype=types.uint32)
-            first = qkv + (row * ROW + group * (HEADS * D) + column) * BYTES
-            for h in range(HEADS):
-                inside = group * HEADS + h < ROTATED
-                load(a, h, first + h * D * BYTES, inside)
-                load(b, h, first + (h * D + HALF) * BYTES, inside)
             for h in range(HEADS):
                 inside = group * HEADS + h < ROTATED
                 for j in range(4):
@@ -90,8 +96,8 @@ def _launch(
     backward: bool, qkv: int, cos: int, sin: int, segment_start: int, *, rows: int, T: int, H: int,
     G: int, D: int, dtype: str, stream: Any,
 ) -> None:  # fmt: skip
-    constants = {"H": H, "G": G, "D": D, "backward": backward, "dtype": dtype}
-    k = kernel(make_rope, SIGNATURE, threads=THREADS, **constants)
+    constants = {"H": H, "G": G, "D": D, "backward": backward, "dtype": dtype, **TILE}
+    k = kernel(make_rope, SIGNATURE, threads=THREADS, options=OPTIONS, **constants)
     row_threads = cdiv(H + G, HEADS) * D // (2 * PIECE)
     k(stream, (cdiv(rows * row_threads, THREADS),), qkv, cos, sin, segment_start, rows, T)
 
@@ -191,7 +197,8 @@ def rope_ref(
 
 COMPILE_CASES = [
     CompileCase(
-        make_rope, {"H": H, "G": G, "D": D, "backward": b, "dtype": dtype}, SIGNATURE, THREADS
+        make_rope, {"H": H, "G": G, "D": D, "backward": b, "dtype": dtype, **TILE}, SIGNATURE,
+        THREADS, options=OPTIONS,
     )
     for H, G, D, b, dtype in (
         (14, 2, 64, False, "bf16"), (12, 2, 128, True, "bf16"), (14, 2, 64, True, "fp32")
