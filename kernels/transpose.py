@@ -5,8 +5,9 @@ r"""Transposition of a bfloat16 matrix.
 Shapes   x: (R, C) row-major, y: (C, R); R and C multiples of 8. y is not x.
 Dtypes   bfloat16 (any 16-bit type: bits are moved).
 Errors   Exact.
-Cost     Read once, written once, both in 16-byte accesses: a tile goes through shared memory, pairs of rows packed into words, with an XOR swizzle of 16-byte chunks (no bank
-         conflicts either way).
+Cost     Read once, written once, both in 16-byte accesses: a tile goes through shared memory, pairs
+         of rows packed into words, with an XOR swizzle of 16-byte chunks (no bank conflicts either
+         way).
 """
 
 from typing import Any
