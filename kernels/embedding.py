@@ -356,7 +356,7 @@ def backward(dx: Any, tokens: Any, order: Any, *, vocab: int) -> Any:
     tokens: (...) int32; order: their stable argsort, (N,) int32. ValueError on other shapes or
     dtypes.
 
-    >>> dtable = embedding.backward(dx, tokens, order, vocab=32000)
+    >>> dtable = embedding.backward(dx, tokens, order, vocab=50)
     """
     a = describe(dx, dtype=DType.BF16, name="dx")
     C = _row_length(a.shape, "dx")
