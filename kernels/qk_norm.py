@@ -34,6 +34,7 @@ from llmq_nb.kernels.column_sum import column_sum_launch
 from llmq_nb.kernels.compile import CompileCase, Options
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
+    SIMULATED,
     ffma,
     ldg32f,
     lds32f,
@@ -48,8 +49,9 @@ from llmq_nb.kernels.vector import PIECE, vector
 THREADS, UNROLL = 256, 4
 PAIR = 2
 """Heads that a thread has in flight."""
-BLOCKS = 256
-"""Partial sums of the weight gradients; never a function of the card."""
+BLOCKS = 32 if SIMULATED else 256
+"""Partial sums of the weight gradients; never a function of the card. (Simulated blocks cost
+milliseconds.)"""
 OPTIONS = Options(min_blocks=2)  # 256 blocks are one wave of 132 multiprocessors then
 ZERO, NO_BITS = np.float32(0.0), np.uint32(0)
 FORWARD_SIGNATURE = (*(types.uint64,) * 5, types.int64, types.float32)
@@ -226,21 +228,19 @@ def qk_norm_forward_launch(
 def qk_norm_backward_launch(
     dqkv: int, dq_weight: int, dk_weight: int, dheads: int, qkv: int, q_weight: int, k_weight: int,
     rstd: int, *, scratch: int, rows: int, H: int, G: int, D: int, accumulate: bool,
-    absmax: int = 0, dtype: str = "bf16", grad_dtype: str = "bf16", blocks: int = BLOCKS,
-    stream: Any,
+    absmax: int = 0, dtype: str = "bf16", grad_dtype: str = "bf16", stream: Any,
 ) -> None:  # fmt: skip
     """Write dqkv (which may be dheads) and write (or add to) the weights' gradients.
 
-    scratch: qk_norm_backward_scratch(D) bytes. blocks: fewer only where a simulator must be quick.
-    """
+    scratch: qk_norm_backward_scratch(D) bytes."""
     k = kernel(
         make_qk_norm_backward, BACKWARD_SIGNATURE, threads=THREADS, options=OPTIONS, H=H, G=G, D=D,
-        blocks=blocks, absmax=bool(absmax), dtype=dtype,
+        blocks=BLOCKS, absmax=bool(absmax), dtype=dtype,
     )  # fmt: skip
     pieces = rows * (H + 2 * G) * lanes_of(D)
-    k(stream, (blocks,), dqkv, scratch, absmax, dheads, qkv, q_weight, k_weight, rstd, pieces)
+    k(stream, (BLOCKS,), dqkv, scratch, absmax, dheads, qkv, q_weight, k_weight, rstd, pieces)
     column_sum_launch(
-        dq_weight, scratch, partials=blocks, columns=2 * D, stride=2 * D, second=dk_weight,
+        dq_weight, scratch, partials=BLOCKS, columns=2 * D, stride=2 * D, second=dk_weight,
         split=D, accumulate=accumulate, dtype=grad_dtype, stream=stream,
     )  # fmt: skip
 
