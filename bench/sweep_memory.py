@@ -67,11 +67,15 @@ def sum_spec(groups: int, columns: int) -> Spec:
 def rmsnorm_variants() -> list[Variant]:
     out = []
     table = {
-        (32768, 896): [(128, 1, 4, 512, 0), (128, 1, 4, 512, 8), (128, 2, 3, 512, 4), (128, 1, 3, 512, 0), (128, 1, 4, 1024, 8), (128, 1, 2, 512, 0)],
-        (32768, 1536): [(192, 1, 4, 512, 0), (192, 1, 4, 512, 5), (192, 2, 2, 512, 0), (192, 1, 4, 256, 0)],
-        (16384, 2048): [(256, 1, 4, 512, 0), (256, 1, 4, 512, 4), (256, 1, 4, 256, 0)],
-        (16384, 3584): [(448, 1, 4, 256, 0), (448, 1, 4, 256, 2), (224, 1, 4, 512, 0), (448, 1, 3, 256, 2)],
-        (8192, 5120): [(640, 1, 3, 256, 0), (320, 1, 3, 256, 2), (320, 1, 2, 256, 2), (640, 1, 3, 128, 0), (320, 1, 3, 128, 0)],
+        (32768, 896): [(128, 2, 3, 512, 4), (128, 2, 4, 512, 4), (128, 2, 2, 512, 4), (128, 2, 4, 384, 0), (128, 2, 4, 256, 0), (64, 1, 4, 512, 0)],
+        (32768, 1536): [(192, 1, 4, 512, 0), (96, 1, 4, 512, 0), (192, 1, 4, 384, 0), (192, 1, 3, 512, 0)],
+        (16384, 2048): [(256, 1, 4, 512, 4), (128, 1, 4, 512, 4), (128, 1, 3, 512, 5), (256, 1, 3, 512, 4), (256, 1, 2, 512, 4), (256, 1, 4, 384, 3)],
+        (32768, 2048): [(256, 1, 4, 512, 4), (128, 1, 4, 512, 4), (256, 1, 3, 384, 3)],
+        (16384, 2560): [(320, 1, 4, 256, 2), (320, 1, 3, 384, 3), (160, 1, 3, 512, 0)],
+        (16384, 3584): [(448, 1, 4, 256, 2), (448, 1, 3, 256, 2), (224, 1, 4, 256, 2)],
+        (8192, 4096): [(512, 1, 4, 256, 2), (256, 1, 4, 256, 2), (512, 1, 3, 256, 2)],
+        (8192, 5120): [(640, 1, 3, 128, 0), (320, 1, 3, 256, 2), (320, 1, 2, 256, 2), (320, 1, 3, 128, 0)],
+        (8192, 8192): [(512, 1, 2, 256, 0), (1024, 1, 2, 128, 1), (512, 1, 2, 128, 0)],
     }  # fmt: skip
     for (N, C), tiles in table.items():
         for i, (threads, rows, stages, groups, low) in enumerate(tiles):
@@ -108,7 +112,7 @@ def adamw_variants() -> list[Variant]:
         ("fp32", "fp32", "fp32", "bf16", True, False), ("bf16", "e4m3", "bf16", "bf16", False, False),
         ("bf16", "e4m3", "bf16", "bf16", False, True),
     ]:  # fmt: skip
-        for threads, low in [(256, 3), (256, 4), (128, 6), (128, 8), (512, 2), (256, 2)]:
+        for threads, low in [(128, 8), (64, 16)]:
             spec = Spec(
                 adamw.make_adamw,
                 {"master": master, "m": m, "v": v, "grad": grad, "copy": copy, "absmax": absmax,
@@ -141,7 +145,7 @@ def bias_variants() -> list[Variant]:
     out = []
     for N, M in [(32768, 1152), (32768, 2048), (16384, 4608)]:
         for i, (groups, threads, unroll) in enumerate(
-            [(128, 256, 4), (64, 256, 8), (64, 512, 4), (64, 512, 8), (128, 256, 8), (256, 256, 4), (32, 512, 8), (32, 1024, 4)]
+            [(128, 256, 4), (64, 256, 8), (96, 256, 8)]
         ):  # fmt: skip
             one = Spec(
                 bias.make_bias_backward,
@@ -168,19 +172,19 @@ def qk_norm_variants() -> list[Variant]:
             "k": (D, BF16), "rstd": (N * (H + G), np.float32), "scratch": 1024 * 2 * D * 4,
             "slot": 4, "out1": 4 * D, "out2": 4 * D,
         }  # fmt: skip
-        for unroll, threads, low in [(4, 256, 0), (2, 256, 0), (4, 256, 4), (4, 256, 5), (8, 256, 0), (2, 256, 6)]:
+        for unroll, threads, low in [(2, 256, 0)]:
             spec = Spec(
                 qk_norm.make_qk_norm_forward,
-                {"H": H, "G": G, "D": D, "dtype": "bf16", "unroll": unroll},
+                {"H": H, "G": G, "D": D, "dtype": "bf16"},
                 qk_norm.FORWARD_SIGNATURE, threads, (cdiv(pieces, threads * unroll),),
                 lambda b, pieces=pieces: (b["dqkv"], b["rstd"], b["qkv"], b["q"], b["k"], pieces, 1e-6), low,
             )  # fmt: skip
             nbytes = qk_norm.qk_norm_forward_bytes(N, H, G, D)
             out.append(Variant("qk_norm_forward", f"N={N} H={H} G={G} D={D}", f"unroll={unroll} min={low}", [spec], nbytes, buffers))
-        for i, (groups, pair, low) in enumerate([(256, 2, 2), (256, 3, 2), (256, 4, 2), (384, 2, 3), (512, 1, 4), (512, 2, 4)]):
+        for i, (groups, pair, low) in enumerate([(512, 1, 4), (640, 1, 5), (384, 1, 3)]):
             one = Spec(
                 qk_norm.make_qk_norm_backward,
-                {"H": H, "G": G, "D": D, "blocks": groups, "absmax": True, "dtype": "bf16", "pair": pair},
+                {"H": H, "G": G, "D": D, "blocks": groups, "absmax": True, "dtype": "bf16"},
                 qk_norm.BACKWARD_SIGNATURE, 256, (groups,),
                 lambda b, pieces=pieces: (b["dqkv"], b["scratch"], b["slot"], b["dheads"], b["qkv"], b["q"], b["k"], b["rstd"], pieces),
                 low,
@@ -198,7 +202,7 @@ def rope_variants() -> list[Variant]:
     out = []
     for B, T, H, G, D in [(32, 1024, 14, 2, 64), (32, 1024, 12, 2, 128), (8, 4096, 28, 4, 128)]:
         N = B * T
-        for threads, heads, low in [(256, 4, 0), (256, 4, 3), (256, 2, 0), (256, 2, 5), (128, 4, 6), (128, 2, 10), (256, 3, 0), (256, 1, 0)]:
+        for threads, heads, low in [(128, 2, 0), (128, 2, 10)]:
             spec = Spec(
                 rope.make_rope,
                 {"H": H, "G": G, "D": D, "backward": False, "dtype": "bf16", "block": threads, "heads": heads},
@@ -216,7 +220,7 @@ def rope_variants() -> list[Variant]:
 def transpose_variants() -> list[Variant]:
     out = []
     for R, C in [(32768, 896), (32768, 4864), (16384, 16384)]:
-        for rows, columns, low in [(64, 64, 0), (128, 64, 0), (64, 128, 0), (128, 128, 0), (128, 128, 4), (128, 64, 6), (256, 64, 0)]:
+        for rows, columns, low in [(128, 128, 0)]:
             spec = Spec(
                 transpose.make_transpose, {"rows": rows, "columns": columns}, transpose.SIGNATURE,
                 256, (cdiv(C, columns), cdiv(R, rows)), lambda b, R=R, C=C: (b["y"], b["x"], R, C), low,
@@ -243,7 +247,7 @@ def embedding_variants() -> list[Variant]:
                 "scratch": embedding.embedding_backward_scratch(N, C),
             }  # fmt: skip
             case = f"N={N} C={C} V={V} {name}"
-            for threads, unroll in [(256, 4), (256, 2), (256, 8), (128, 4), (512, 4), (256, 1)]:
+            for threads, unroll in [(256, 2)]:
                 spec = Spec(
                     embedding.make_embedding_forward, {"C": C, "dtype": "bf16", "block": threads, "unroll": unroll},
                     embedding.FORWARD_SIGNATURE, threads, (cdiv(N * C // 8, threads * unroll),),
@@ -253,17 +257,20 @@ def embedding_variants() -> list[Variant]:
                 if name == "zipf":
                     out.append(Variant("embedding_forward", case, f"threads={threads} unroll={unroll}", [spec], nbytes, buffers))
             for accumulate in (True, False):
-                for ahead, low in [(8, 0), (8, 2), (4, 0), (4, 3), (4, 4)]:
-                    grid = (cdiv(N, embedding.WARPS * embedding.SEGMENT), cdiv(C, embedding.WARP_COLUMNS))
+                for low, ring in enumerate([(128, 4, 2), (128, 4, 4), (256, 4, 2), (64, 4, 4), (128, 3, 2), (128, 4, 1)]):
+                    ring = dict(zip(("block", "stages", "rows"), ring, strict=True))
+                    groups = cdiv(C, embedding.WARP_COLUMNS)
+                    grid = (cdiv(N, ring["block"]), groups)  # a segment is as long as a warp wide
                     one = Spec(
                         embedding.make_embedding_backward,
-                        {"C": C, "accumulate": accumulate, "dtype": "bf16", "grad_dtype": "bf16", "ahead": ahead},
-                        embedding.BACKWARD_SIGNATURE, 256, grid,
-                        lambda b, N=N, V=V: (b["table"], b["scratch"], b["x"], b["t"], b["order"], N, V), low,
+                        {"C": C, "accumulate": accumulate, "dtype": "bf16", "grad_dtype": "bf16", **ring},
+                        embedding.BACKWARD_SIGNATURE, ring["block"], grid,
+                        lambda b, N=N, V=V: (b["table"], b["scratch"], b["x"], b["t"], b["order"], N, V), 0,
+                        embedding.ring_bytes(accumulate, "bf16", "bf16", **ring),
                     )  # fmt: skip
                     two = Spec(
                         embedding.make_embedding_join, {"C": C, "accumulate": accumulate, "grad_dtype": "bf16"},
-                        embedding.JOIN_SIGNATURE, 256, grid,
+                        embedding.JOIN_SIGNATURE, 256, (cdiv(N, 256), groups),
                         lambda b, N=N, V=V: (b["table"], b["scratch"], b["t"], b["order"], N, V),
                     )  # fmt: skip
                     clear = Spec(
@@ -271,10 +278,10 @@ def embedding_variants() -> list[Variant]:
                         (cdiv(V * C // 8, 1024),), lambda b, V=V, C=C: (b["table"], V * C // 8),
                     )  # fmt: skip
                     nbytes = embedding.embedding_backward_bytes(N, C, V, distinct=distinct, accumulate=accumulate)
-                    label = f"ahead={ahead} min={low}"
+                    label = str(ring)
                     specs = [one, two] if accumulate else [clear, one, two]
                     out.append(Variant("embedding_backward", f"{case} accumulate={accumulate}", label, specs, nbytes, buffers))
-                    if (ahead, low) == (8, 0):
+                    if low == 0:
                         out.append(Variant("embedding_backward", f"{case} accumulate={accumulate}", "stage one alone", [one], nbytes, buffers))
     return out
 
@@ -341,6 +348,7 @@ class Sweep:
         self.flush, self.read, self.slot = (core.allocate(n) for n in (FLUSH, FLUSH, 4))
         core.check(core.driver().cuMemsetD8(self.read, 0, FLUSH), "clear")
         self.copy: dict[str, float] = {}
+        self.pair, self.equals = (core.allocate(1 << 30), core.allocate(1 << 30)), {}
         self.held: dict[str, tuple[Any, int]] = {}
 
     def buffer(self, name: str, what: Any) -> int:
@@ -386,6 +394,15 @@ class Sweep:
             times.append(core.elapsed_seconds(*self.events))
         return np.array(times[WARM_UPS:])
 
+    def equal(self, nbytes: int) -> float:
+        """Seconds of a copy that reads and writes that much together."""
+        half = min(nbytes // 32 * 16, 1 << 30)
+        if half not in self.equals:
+            self.equals[half] = float(np.median(self.time(
+                lambda: elementwise.copy_launch(self.pair[0], self.pair[1], nbytes=half, stream=self.stream), "dirty"
+            )))  # fmt: skip
+        return self.equals[half]
+
     def run(self, variant: Variant) -> None:
         whats = dict(variant.buffers)
         if "v_repeat" in whats:
@@ -416,6 +433,8 @@ class Sweep:
             rate = variant.bytes / float(np.median(times))
             if variant.kernel == "copy" and mode not in self.copy:
                 self.copy[mode] = rate
+            if mode == "dirty" and variant.kernel != "copy":
+                line["equal_copy"] = round(self.equal(variant.bytes) / float(np.median(times)) * 100, 1)
             line |= {
                 f"{mode}_us": round(1e6 * float(np.median(times)), 2),
                 f"{mode}_best_us": round(1e6 * float(times.min()), 2),

@@ -55,8 +55,8 @@ from llmq_nb.kernels.ptx import (
 from llmq_nb.kernels.random import philox
 from llmq_nb.kernels.vector import PIECE, vector
 
-THREADS = 256
-OPTIONS = Options(min_blocks=3)
+THREADS = 128
+OPTIONS = Options(min_blocks=8)
 SHARD_MULTIPLE = 1024
 MASTER, M, V = int(Purpose.MASTER), int(Purpose.M), int(Purpose.V)
 ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)

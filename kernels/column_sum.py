@@ -46,6 +46,12 @@ def make_column_sum(partials: int, accumulate: bool, dtype: str):
         lane = cuda.threadIdx.x & 31
         warp = cuda.threadIdx.x >> 5
         column = cuda.blockIdx.x * COLUMNS + lane
+        target = out + column * SIZE
+        if column >= split:
+            target = second + (column - split) * SIZE
+        old = ZERO
+        if ACCUMULATE and warp == 0 and column < columns:  # now: it comes from afar
+            old = bf_lo(ldg16(target)) if BF16 else ldg32f(target)
         total = ZERO
         if column < columns:
             for k in range(TURNS):
@@ -57,16 +63,11 @@ def make_column_sum(partials: int, accumulate: bool, dtype: str):
             total = ZERO
             for k in range(WARPS):
                 total = total + lds32f(shared + (k * COLUMNS + lane) * 4)
-            target = out + column * SIZE
-            if column >= split:
-                target = second + (column - split) * SIZE
+            if ACCUMULATE:
+                total = old + total
             if BF16:
-                if ACCUMULATE:
-                    total = bf_lo(ldg16(target)) + total
                 stg16(target, bf16x2(total, ZERO))
             else:
-                if ACCUMULATE:
-                    total = ldg32f(target) + total
                 stg32f(target, total)
 
     return column_sum

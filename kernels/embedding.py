@@ -5,9 +5,9 @@ r"""Embedding forward and backward.
 
 The sum of a token starts from 0 and adds its rows one after the other in float32. Where its run in
 `order` covers a whole aligned segment of SEGMENT positions, it is cut at the end of that segment
-and of every later one that it reaches beyond; each piece is summed from 0, then they are added in
-order. So the bits depend on tokens and dx alone. Without `accumulate` rows of tokens that do not
-occur are 0.
+and of every later one that it reaches beyond. Each piece is summed from 0; WARPS sums take every
+WARPS-th piece in order, then they are added in order. So the bits depend on tokens and dx alone.
+Without `accumulate` rows of tokens that do not occur are 0.
 
 Shapes   table, dtable: (V, C); x, dx: (N, C) row-major; tokens: (N,); order: (N,), the stable
          argsort of tokens; scratch: (N / SEGMENT rounded up, C). C a multiple of 8.
@@ -18,8 +18,8 @@ Errors   forward: copies. backward: run length - 1 float32 additions (fewer in s
          cut), one more with accumulate, one rounding to the storage format.
 Cost     forward: reads the N rows, writes x. backward: reads dx once; writes (and reads) the rows
          of tokens that occur; without `accumulate` the whole of dtable is cleared first. A warp
-         walks at most 2 SEGMENT rows, 256 columns wide, ROWS loads in flight; the pieces of cut
-         runs take a second launch.
+         walks at most 2 SEGMENT rows, 256 columns wide; the pieces of cut runs take a second
+         launch.
 """
 
 from typing import Any
@@ -32,14 +32,42 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.arrays import current_stream, describe, empty_like
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
-from llmq_nb.kernels.ptx import inc, ldg32, ldg128f, redux_add_u32, shfl_idx, stg128, stg128f
+from llmq_nb.kernels.ptx import (
+    bf16x2,
+    bf_lo,
+    cp16z,
+    cp_commit,
+    cp_wait0,
+    cp_wait1,
+    cp_wait2,
+    cp_wait3,
+    inc,
+    ldg16,
+    ldg32,
+    ldg32f,
+    ldg128f,
+    lds32f,
+    lds128,
+    redux_add_u32,
+    redux_min_u32,
+    shfl_idx,
+    smem_addr,
+    stg16,
+    stg32f,
+    stg128,
+    stg128f,
+    sts32f,
+)
 from llmq_nb.kernels.vector import PIECE, vector
 
-THREADS, UNROLL = 256, 4
+THREADS, UNROLL, CLEARED = 256, 2, 4
 WARPS = THREADS // 32
 WARP_COLUMNS = 32 * PIECE
 ROWS = 8
-"""Rows that a lane has in flight."""
+"""Pieces of a cut run that a lane has in flight in stage two."""
+RING = {"block": 128, "stages": 4, "rows": 2}
+"""Of stage one: threads of a block; groups of `rows` rows that a lane has in flight."""
+WAITS = (cp_wait0, cp_wait1, cp_wait2, cp_wait3)
 SEGMENT = 32
 """Positions of `order` that a warp owns; runs are cut at multiples of it."""
 NAN_BITS, ZERO_BITS = np.uint32(0xFFFFFFFF), np.uint32(0)
@@ -84,18 +112,22 @@ def make_embedding_forward(C: int, dtype: str, block: int = THREADS, unroll: int
 
 
 def make_embedding_backward(
-    C: int, accumulate: bool, dtype: str, grad_dtype: str, ahead: int = ROWS
+    C: int, accumulate: bool, dtype: str, grad_dtype: str, block: int, stages: int, rows: int
 ):
     """Stage one for one row length; arguments are device addresses, see BACKWARD_SIGNATURE.
 
-    Grid: (groups of WARPS segments of `order`, groups of 256 columns). A warp owns the pieces that
-    begin in its segment; the last of them may reach to the end of the next one."""
+    Grid: (groups of block / 32 segments of `order`, groups of 256 columns). A warp owns the pieces
+    that begin in its segment; the last of them may reach to the end of the next one. Rows, and what
+    the table holds where a run ends, go through a ring in shared memory where each lane reads what
+    it copied itself."""
     v, o = vector(dtype), vector(grad_dtype)
-    WORDS, BYTES, load_cs, low, high = v.words, v.bytes, v.load_cs, v.low, v.high
-    OUT_WORDS, OUT_BYTES, load_out, store_out = o.words, o.bytes, o.load, o.store
+    WORDS, BYTES, low, high = v.words, v.bytes, v.low, v.high
+    OUT_WORDS, OUT_BYTES, store_out = o.words, o.bytes, o.store
     low_out, high_out, set_pair = o.low, o.high, o.set_pair
-    ACCUMULATE, ROWS = accumulate, ahead
-    GROUP = np.uint32((1 << ahead) - 1)
+    ACCUMULATE, WARPS, STAGES, ROWS = accumulate, block // 32, stages, rows
+    ROW, OLD = block * PIECE * BYTES, block * PIECE * OUT_BYTES  # in the ring
+    RING = STAGES * ROWS
+    wait = WAITS[stages - 1]
 
     @cuda.jit(device=True)
     def position_row(order, position, rows):
@@ -106,119 +138,145 @@ def make_embedding_backward(
         return ldg32(tokens + np.int64(row) * 4) if row != NOBODY else NOBODY
 
     @cuda.jit(device=True)
-    def write_sums(scratch, slot, column, sums):
+    def fetch(own, old, dx, dtable, n, token, column, stops):
+        """Start a row of dx, and where its run ends that of the table, on their way."""
+        size = np.uint32(16) if column < C else ZERO_BITS
+        for w in range(0, WORDS * 4, 16):
+            cp16z(own + w, dx + (np.int64(n) * C + column) * BYTES + w, size)
+        if ACCUMULATE and stops:
+            for w in range(0, OUT_WORDS * 4, 16):
+                cp16z(old + w, dtable + (np.int64(token) * C + column) * OUT_BYTES + w, size)
+
+    @cuda.jit(device=True)
+    def add(sums, own):
+        tile = cuda.local.array((1, WORDS), dtype=types.uint32)
+        for w in range(0, WORDS, 4):
+            tile[0, w], tile[0, w + 1], tile[0, w + 2], tile[0, w + 3] = lds128(own + w * 4)
+        for j in range(4):
+            sums[2 * j] = sums[2 * j] + low(tile, 0, j)
+            sums[2 * j + 1] = sums[2 * j + 1] + high(tile, 0, j)
+
+    @cuda.jit(device=True)
+    def finish(dtable, token, column, old, sums):
+        """Round the sum of a token's rows into the table."""
+        tile = cuda.local.array((1, OUT_WORDS), dtype=types.uint32)
+        if ACCUMULATE:
+            for w in range(0, OUT_WORDS, 4):
+                tile[0, w], tile[0, w + 1], tile[0, w + 2], tile[0, w + 3] = lds128(old + w * 4)
+        for j in range(4):
+            a, b = sums[2 * j], sums[2 * j + 1]
+            if ACCUMULATE:
+                a, b = low_out(tile, 0, j) + a, high_out(tile, 0, j) + b
+            set_pair(tile, 0, j, a, b)
+        store_out(dtable + (np.int64(token) * C + column) * OUT_BYTES, tile, 0, column < C)
+
+    @cuda.jit(device=True)
+    def keep(scratch, slot, column, sums):
         if column < C:
             out = scratch + (slot * C + column) * 4
             stg128f(out, (sums[0], sums[1], sums[2], sums[3]))
             stg128f(out + 16, (sums[4], sums[5], sums[6], sums[7]))
 
-    @cuda.jit(device=True)
-    def finish(dtable, token, column, old, u, sums):
-        """Round the sum of a token's rows into the table (old[u]: what was there)."""
-        out = cuda.local.array((1, OUT_WORDS), dtype=types.uint32)
-        for j in range(4):
-            a, b = sums[2 * j], sums[2 * j + 1]
-            if ACCUMULATE:
-                a, b = low_out(old, u, j) + a, high_out(old, u, j) + b
-            set_pair(out, 0, j, a, b)
-        store_out(dtable + (np.int64(token) * C + column) * OUT_BYTES, out, 0, column < C)
-
     def embedding_backward(dtable, scratch, dx, tokens, order, rows, V):
         lane = cuda.threadIdx.x & 31
         segment = cuda.blockIdx.x * WARPS + (cuda.threadIdx.x >> 5)
-        base = segment * SEGMENT
+        base, next_base = segment * SEGMENT, segment * SEGMENT + SEGMENT
         if base >= rows:
             return
+        ring = smem_addr(cuda.shared.array(0, dtype=types.uint32))
+        own = ring + cuda.threadIdx.x * PIECE * BYTES
+        old = ring + RING * ROW + cuda.threadIdx.x * PIECE * OUT_BYTES
         column = cuda.blockIdx.y * WARP_COLUMNS + lane * PIECE
-        bit = np.uint32(1) << lane
+
         # positions of this segment, of the next, and (lanes 0 to 2) three more to look at
-        row = position_row(order, base + lane, rows)
-        row2 = position_row(order, base + SEGMENT + lane, rows)
-        look = base - 1 if lane == 1 else (base - SEGMENT if lane == 0 else base + 2 * SEGMENT)
+        row, row2 = (
+            position_row(order, base + lane, rows),
+            position_row(order, next_base + lane, rows),
+        )
+        look = base - 1 if lane == 1 else (base - SEGMENT if lane == 0 else next_base + SEGMENT)
         other = NOBODY
         if lane < 3 and look >= 0:
             other = position_row(order, look, rows)
-        token, token2, other = (
-            row_token(tokens, row), row_token(tokens, row2), row_token(tokens, other)
-        )  # fmt: skip
+        token, token2 = row_token(tokens, row), row_token(tokens, row2)
+        other = row_token(tokens, other)
         first, last, following = shfl_idx(token, 0), shfl_idx(token, 31), shfl_idx(token2, 0)
         far, near, after = shfl_idx(other, 0), shfl_idx(other, 1), shfl_idx(other, 2)
         is_cut = segment > 0 and far == first  # cut at the beginning of this segment,
-        is_cut2 = base + SEGMENT < rows and following == first  # of the next,
-        is_cut3 = base + 2 * SEGMENT < rows and after == following  # of the one after that
+        is_cut2 = next_base < rows and following == first  # of the next,
+        is_cut3 = next_base + SEGMENT < rows and after == following  # of the one after that
         before, behind = shfl_idx(token, (lane - 1) & 31), shfl_idx(token, (lane + 1) & 31)
         if lane == 0:
             before = near
         if lane == 31:
             behind = following
 
+        # the warp's positions, begin to end - 1, counted from base; bit i of stops: a piece ends at i
         there = base + lane < rows
         begins = there and (token != before or base + lane == 0)
-        ends = there and (token != behind or base + lane + 1 == rows or (lane == 31 and is_cut2))
-        starts = redux_add_u32(bit if begins else ZERO_BITS)
+        begin = redux_min_u32(lane if begins else 32)
         if is_cut:
-            starts = np.uint32(starts | 1)
-        if starts == 0:
+            begin = ZERO_BITS
+        if begin == 32:
             return  # the whole segment belongs to the warp before
-        active = redux_add_u32(bit if there else ZERO_BITS)
-        active = np.uint32(active & ~(np.uint32(starts & (~starts + 1)) - 1))
-        stops = np.uint32(redux_add_u32(bit if ends else ZERO_BITS) & active)
-        partial = ZERO_BITS  # the stop that goes to scratch
-        if is_cut or is_cut2:
-            partial = np.uint32(stops & (~stops + 1))
-        goes_on = base + SEGMENT < rows and following == last and not is_cut2
-        active2 = redux_add_u32(
-            bit if goes_on and base + SEGMENT + lane < rows and token2 == last else ZERO_BITS
-        )
+        ends = there and (token != behind or base + lane + 1 == rows or (lane == 31 and is_cut2))
+        stops = redux_add_u32(np.uint32(1) << lane if ends else ZERO_BITS)
+        goes_on = next_base < rows and following == last and not is_cut2
+        more = goes_on and next_base + lane < rows and token2 == last
+        end = np.uint32(redux_add_u32(1 if there else 0) + redux_add_u32(1 if more else 0))
+        # where the pieces end that go to scratch
+        kept = redux_min_u32(lane if ends else 32)
+        if not (is_cut or is_cut2):
+            kept = NOBODY
+        kept2 = np.uint32(63) if is_cut3 and end == 64 else NOBODY
 
-        tile = cuda.local.array((ROWS, WORDS), dtype=types.uint32)
-        old = cuda.local.array((ROWS, OUT_WORDS), dtype=types.uint32)
         sums = cuda.local.array(8, dtype=types.float32)
         for k in range(8):
             sums[k] = ZERO
-        turn = np.uint32(0)
-        while turn < 2:
-            done = np.uint32(0)
-            while done < SEGMENT:
-                if (active >> done) & GROUP != 0:
-                    for u in range(ROWS):
-                        n = np.int64(shfl_idx(row, done + u))
-                        inside = (active >> (done + u)) & 1 != 0 and column < C
-                        load_cs(tile, u, dx + (n * C + column) * BYTES, inside)
-                        if ACCUMULATE:
-                            t = shfl_idx(token, done + u)
-                            inside = (stops >> (done + u)) & 1 != 0 and column < C and t < V
-                            target = dtable + (np.int64(t) * C + column) * OUT_BYTES
-                            load_out(old, u, target, inside)
-                    for u in range(ROWS):
-                        t = shfl_idx(token, done + u)
-                        if (starts >> (done + u)) & 1 != 0:
-                            for k in range(8):
-                                sums[k] = ZERO
-                        for j in range(4):
-                            sums[2 * j] = sums[2 * j] + low(tile, u, j)
-                            sums[2 * j + 1] = sums[2 * j + 1] + high(tile, u, j)
-                        if (partial >> (done + u)) & 1 != 0:
-                            write_sums(scratch, np.int64(segment) + turn, column, sums)
-                        elif (stops >> (done + u)) & 1 != 0 and t < V:
-                            finish(dtable, t, column, old, u, sums)
-                done = np.uint32(done + ROWS)
-            row, token, active, starts = row2, token2, active2, ZERO_BITS
-            stops = np.uint32(active2 & ~(active2 >> 1))  # its last one
-            partial = ZERO_BITS
-            if is_cut3:
-                partial = np.uint32(stops & (np.uint32(1) << 31))
-            turn = inc(turn)
+        ahead = begin
+        for i in range(RING):
+            if ahead < end:
+                stop = ahead + 1 == end or (ahead < 32 and (stops >> (ahead & 31)) & 1 != 0)
+                n = shfl_idx(row if ahead < 32 else row2, ahead)
+                t = shfl_idx(token if ahead < 32 else token2, ahead)
+                fetch(own + i * ROW, old + i * OLD, dx, dtable, n, t, column, stop and t < V)
+            ahead = np.uint32(ahead + 1)
+            if i % ROWS == ROWS - 1:
+                cp_commit()
+        position, slot = begin, 0
+        while position < end:
+            wait()  # the oldest ROWS rows are there
+            for u in range(ROWS):
+                here = np.uint32(position + u)
+                if here < end:
+                    add(sums, own + (slot + u) * ROW)
+                    if here + 1 == end or (here < 32 and (stops >> (here & 31)) & 1 != 0):
+                        t = shfl_idx(token if here < 32 else token2, here)
+                        if here == kept or here == kept2:
+                            keep(scratch, np.int64(segment + (here >> 5)), column, sums)
+                        elif t < V:
+                            finish(dtable, t, column, old + (slot + u) * OLD, sums)
+                        for k in range(8):
+                            sums[k] = ZERO
+            for u in range(ROWS):
+                if ahead < end:
+                    stop = ahead + 1 == end or (ahead < 32 and (stops >> (ahead & 31)) & 1 != 0)
+                    n = shfl_idx(row if ahead < 32 else row2, ahead)
+                    t = shfl_idx(token if ahead < 32 else token2, ahead)
+                    at = slot + u
+                    fetch(own + at * ROW, old + at * OLD, dx, dtable, n, t, column, stop and t < V)
+                ahead = np.uint32(ahead + 1)
+            cp_commit()
+            position = np.uint32(position + ROWS)
+            slot = 0 if slot == RING - ROWS else slot + ROWS
 
     return embedding_backward
 
 
 def make_embedding_join(C: int, accumulate: bool, grad_dtype: str):
-    """Stage two: add up the pieces of every run that was cut. Grid as in stage one."""
-    o = vector(grad_dtype)
-    OUT_WORDS, OUT_BYTES, load_out, store_out = o.words, o.bytes, o.load, o.store
-    low_out, high_out, set_pair = o.low, o.high, o.set_pair
-    ACCUMULATE = accumulate
+    """Stage two: add up the pieces of every run that was cut, piece p in warp p % WARPS, then the
+    warps' sums in order. Grid: (groups of WARPS segments, groups of 256 columns)."""
+    ACCUMULATE, BF16, SIZE = accumulate, grad_dtype == "bf16", vector(grad_dtype).bytes
+    CELLS = WARPS * WARP_COLUMNS
 
     @cuda.jit(device=True)
     def token_at(tokens, order, position, rows):
@@ -227,50 +285,68 @@ def make_embedding_join(C: int, accumulate: bool, grad_dtype: str):
             token = ldg32(tokens + np.int64(ldg32(order + np.int64(position) * 4)) * 4)
         return token
 
-    def embedding_join(dtable, scratch, tokens, order, rows, V):
-        lane = cuda.threadIdx.x & 31
-        segment = cuda.blockIdx.x * WARPS + (cuda.threadIdx.x >> 5)
-        # lane l: the token that the l-th segment from the one before on begins with
-        token = token_at(tokens, order, (segment - 1 + lane) * SEGMENT, rows)
-        own = shfl_idx(token, 1)
-        if own >= V or shfl_idx(token, 0) == own or shfl_idx(token, 2) != own:
-            return  # no cut run begins here
-        column = cuda.blockIdx.y * WARP_COLUMNS + lane * PIECE
-        sums = cuda.local.array(8, dtype=types.float32)
-        piece = cuda.local.array((ROWS, 8), dtype=types.float32)
-        old = cuda.local.array((1, OUT_WORDS), dtype=types.uint32)
-        target = dtable + (np.int64(own) * C + column) * OUT_BYTES
-        if ACCUMULATE:
-            load_out(old, 0, target, column < C)
+    @cuda.jit(device=True)
+    def add_pieces(sums, scratch, tokens, order, token, segment, column, rows):
+        """sums[0:8] = this warp's pieces of a run that begins in `segment`, in order."""
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        tile = cuda.local.array((ROWS, 8), dtype=types.float32)
         for k in range(8):
             sums[k] = ZERO
-        slot = np.int64(segment)
+        slot = np.int64(segment + warp)
         count = np.uint32(32)
-        while count == 32:  # 32 segments a turn, while all of them belong to the run
-            mine = token_at(tokens, order, (slot + lane) * SEGMENT, rows) == own
-            count = redux_add_u32(np.uint32(1) if mine else ZERO_BITS)
+        while count == 32:  # 32 pieces a turn, while all of them belong to the run
+            mine = token_at(tokens, order, (slot + lane * WARPS) * SEGMENT, rows) == token
+            count = redux_add_u32(1 if mine else 0)
             done = np.uint32(0)
             while done < count:
                 for u in range(ROWS):
                     for k in range(8):
-                        piece[u, k] = ZERO
+                        tile[u, k] = ZERO
                     if done + u < count and column < C:
-                        at = scratch + ((slot + done + u) * C + column) * 4
-                        a, b, c, d = ldg128f(at)
-                        piece[u, 0], piece[u, 1], piece[u, 2], piece[u, 3] = a, b, c, d
-                        a, b, c, d = ldg128f(at + 16)
-                        piece[u, 4], piece[u, 5], piece[u, 6], piece[u, 7] = a, b, c, d
+                        at = scratch + ((slot + (done + u) * WARPS) * C + column) * 4
+                        tile[u, 0], tile[u, 1], tile[u, 2], tile[u, 3] = ldg128f(at)
+                        tile[u, 4], tile[u, 5], tile[u, 6], tile[u, 7] = ldg128f(at + 16)
                 for u in range(ROWS):
                     for k in range(8):
-                        sums[k] = sums[k] + piece[u, k]
+                        sums[k] = sums[k] + tile[u, k]
                 done = np.uint32(done + ROWS)
-            slot += 32
-        for j in range(4):
-            a, b = sums[2 * j], sums[2 * j + 1]
-            if ACCUMULATE:
-                a, b = low_out(old, 0, j) + a, high_out(old, 0, j) + b
-            set_pair(old, 0, j, a, b)
-        store_out(target, old, 0, column < C)
+            slot += 32 * WARPS
+
+    def embedding_join(dtable, scratch, tokens, order, rows, V):
+        shared = smem_addr(cuda.shared.array(CELLS, dtype=types.float32))
+        t = cuda.threadIdx.x
+        lane, warp = t & 31, t >> 5
+        base = cuda.blockIdx.x * WARPS
+        # lane l: the token that segment base - 1 + l begins with
+        token = token_at(tokens, order, (base - 1 + lane) * SEGMENT, rows)
+        column = cuda.blockIdx.y * WARP_COLUMNS
+        sums = cuda.local.array(8, dtype=types.float32)
+        k = np.uint32(0)
+        while k < WARPS:
+            before, own, after = shfl_idx(token, k), shfl_idx(token, k + 1), shfl_idx(token, k + 2)
+            if (
+                own < V and before != own and after == own
+            ):  # a cut run begins; the whole block alike
+                add_pieces(sums, scratch, tokens, order, own, base + k, column + lane * PIECE, rows)
+                cuda.syncthreads()  # the sums of the run before have been read
+                for j in range(8):  # column j of every lane together: no bank is met twice
+                    sts32f(shared + (warp * WARP_COLUMNS + j * 32 + lane) * 4, sums[j])
+                cuda.syncthreads()  # every warp's sums are there
+                if column + t < C:
+                    total = ZERO
+                    for w in range(WARPS):
+                        cell = w * WARP_COLUMNS + (t & 7) * 32 + (t >> 3)
+                        total = total + lds32f(shared + cell * 4)
+                    target = dtable + (np.int64(own) * C + column + t) * SIZE
+                    if BF16:
+                        if ACCUMULATE:
+                            total = bf_lo(ldg16(target)) + total
+                        stg16(target, bf16x2(total, ZERO))
+                    else:
+                        if ACCUMULATE:
+                            total = ldg32f(target) + total
+                        stg32f(target, total)
+            k = inc(k)
 
     return embedding_join
 
@@ -279,8 +355,8 @@ def make_embedding_clear():
     """Zero 16-byte chunks."""
 
     def embedding_clear(out, chunks):
-        first = np.int64(cuda.blockIdx.x) * (THREADS * UNROLL) + cuda.threadIdx.x
-        for u in range(UNROLL):
+        first = np.int64(cuda.blockIdx.x) * (THREADS * CLEARED) + cuda.threadIdx.x
+        for u in range(CLEARED):
             if first + u * THREADS < chunks:
                 zeros = (ZERO_BITS, ZERO_BITS, ZERO_BITS, ZERO_BITS)
                 stg128(out + (first + u * THREADS) * 16, zeros)
@@ -306,18 +382,29 @@ def embedding_backward_launch(
     if not accumulate:
         clear = kernel(make_embedding_clear, CLEAR_SIGNATURE, threads=THREADS)
         chunks = V * C * vector(grad_dtype).bytes // 16
-        clear(stream, (cdiv(chunks, THREADS * UNROLL),), dtable, chunks)
+        clear(stream, (cdiv(chunks, THREADS * CLEARED),), dtable, chunks)
     k = kernel(
-        make_embedding_backward, BACKWARD_SIGNATURE, threads=THREADS, C=C, accumulate=accumulate,
-        dtype=dtype, grad_dtype=grad_dtype,
+        make_embedding_backward, BACKWARD_SIGNATURE, threads=RING["block"],
+        smem=ring_bytes(accumulate, dtype, grad_dtype, **RING), C=C, accumulate=accumulate, dtype=dtype,
+        grad_dtype=grad_dtype, **RING,
     )  # fmt: skip
-    grid = (cdiv(rows, WARPS * SEGMENT), cdiv(C, WARP_COLUMNS))
+    segments, groups = cdiv(rows, SEGMENT), cdiv(C, WARP_COLUMNS)
+    grid = (cdiv(segments, RING["block"] // 32), groups)
     k(stream, grid, dtable, scratch, dx, tokens, order, rows, V)
     join = kernel(
         make_embedding_join, JOIN_SIGNATURE, threads=THREADS, C=C, accumulate=accumulate,
         grad_dtype=grad_dtype,
     )  # fmt: skip
+    grid = (cdiv(segments, WARPS), groups)
     join(stream, grid, dtable, scratch, tokens, order, rows, V)
+
+
+def ring_bytes(
+    accumulate: bool, dtype: str, grad_dtype: str, block: int, stages: int, rows: int
+) -> int:
+    """Shared memory of stage one."""
+    value = vector(dtype).bytes + (vector(grad_dtype).bytes if accumulate else 0)
+    return stages * rows * block * PIECE * value
 
 
 def embedding_backward_scratch(rows: int, C: int) -> int:
@@ -401,9 +488,10 @@ COMPILE_CASES = (
     + [
         CompileCase(
             make_embedding_backward,
-            {"C": C, "accumulate": a, "dtype": d, "grad_dtype": g},
+            {"C": C, "accumulate": a, "dtype": d, "grad_dtype": g, **RING},
             BACKWARD_SIGNATURE,
-            THREADS,
+            RING["block"],
+            smem=ring_bytes(a, d, g, **RING),
         )
         for C, a, d, g in [
             (896, True, "bf16", "bf16"),

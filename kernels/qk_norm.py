@@ -46,13 +46,11 @@ from llmq_nb.kernels.ptx import (
 )
 from llmq_nb.kernels.vector import PIECE, vector
 
-THREADS, UNROLL = 256, 4
-PAIR = 2
-"""Heads that a thread has in flight."""
-BLOCKS = 32 if SIMULATED else 256
+THREADS, UNROLL = 256, 2
+BLOCKS = 32 if SIMULATED else 512
 """Partial sums of the weight gradients; never a function of the card. (Simulated blocks cost
 milliseconds.)"""
-OPTIONS = Options(min_blocks=2)  # 256 blocks are one wave of 132 multiprocessors then
+OPTIONS = Options(min_blocks=4)  # 512 blocks are one wave of 132 multiprocessors then
 ZERO, NO_BITS = np.float32(0.0), np.uint32(0)
 FORWARD_SIGNATURE = (*(types.uint64,) * 5, types.int64, types.float32)
 BACKWARD_SIGNATURE = (*(types.uint64,) * 8, types.int64)
@@ -76,7 +74,7 @@ def make_head_sum(LANES: int):
     return head_sum
 
 
-def make_qk_norm_forward(H: int, G: int, D: int, dtype: str, unroll: int = UNROLL):
+def make_qk_norm_forward(H: int, G: int, D: int, dtype: str):
     """Kernel for one arrangement of heads; arguments are device addresses, see FORWARD_SIGNATURE.
 
     pieces: of the whole of qkv."""
@@ -84,7 +82,7 @@ def make_qk_norm_forward(H: int, G: int, D: int, dtype: str, unroll: int = UNROL
     WORDS, BYTES, load_cs, load_nc, store = v.words, v.bytes, v.load_cs, v.load_nc, v.store
     low, high, set_pair = v.low, v.high, v.set_pair
     LANES, HEADS, NORMED, QUERIES = lanes_of(D), H + 2 * G, H + G, H
-    STEP, UNROLL = PIECE * BYTES, unroll
+    STEP = PIECE * BYTES
     INV_D = np.float32(1.0 / D)
     head_sum = make_head_sum(LANES)
 
@@ -121,9 +119,7 @@ def make_qk_norm_forward(H: int, G: int, D: int, dtype: str, unroll: int = UNROL
     return qk_norm_forward
 
 
-def make_qk_norm_backward(
-    H: int, G: int, D: int, blocks: int, absmax: bool, dtype: str, pair: int = PAIR
-):
+def make_qk_norm_backward(H: int, G: int, D: int, blocks: int, absmax: bool, dtype: str):
     """Stage one for one arrangement of heads; arguments: see BACKWARD_SIGNATURE."""
     v = vector(dtype)
     WORDS, BYTES, load_cs, load_nc, store = v.words, v.bytes, v.load_cs, v.load_nc, v.store
@@ -131,9 +127,8 @@ def make_qk_norm_backward(
         v.low, v.high, v.set_pair, v.track, v.absmax_update
     )  # fmt: skip
     LANES, HEADS, NORMED, QUERIES, GRID = lanes_of(D), H + 2 * G, H + G, H, blocks
-    PAIR = pair if dtype == "bf16" else 1  # two of float32 spill
     STEP, UNITS = PIECE * BYTES, THREADS // LANES  # heads that a block has at a time
-    ROWS_ON, HEADS_ON = divmod(GRID * PAIR * UNITS, HEADS)  # from one head of a thread to its next
+    ROWS_ON, HEADS_ON = divmod(GRID * UNITS, HEADS)  # from one head of a thread to its next
     ABSMAX, WIDTH = absmax, 2 * D
     CELLS = UNITS * WIDTH
     INV_D = np.float32(1.0 / D)
@@ -143,58 +138,51 @@ def make_qk_norm_backward(
         t = cuda.threadIdx.x
         lane = t & (LANES - 1)
         shared = smem_addr(cuda.shared.array(CELLS, dtype=types.float32))
-        g = cuda.local.array((PAIR, WORDS), dtype=types.uint32)  # dheads, then dqkv
-        x = cuda.local.array((PAIR, WORDS), dtype=types.uint32)
-        w = cuda.local.array((PAIR, WORDS), dtype=types.uint32)
-        r = cuda.local.array(PAIR, dtype=types.float32)
-        head = cuda.local.array(PAIR, dtype=types.int32)
-        row = cuda.local.array(PAIR, dtype=types.int32)
+        g = cuda.local.array((1, WORDS), dtype=types.uint32)  # dheads, then dqkv
+        x = cuda.local.array((1, WORDS), dtype=types.uint32)
+        w = cuda.local.array((1, WORDS), dtype=types.uint32)
         dq = cuda.local.array(8, dtype=types.float32)
         dk = cuda.local.array(8, dtype=types.float32)
         for k in range(8):
             dq[k], dk[k] = ZERO, ZERO
         running = NO_BITS
-        first = np.int64(cuda.blockIdx.x) * (THREADS * PAIR)
-        for u in range(PAIR):
-            unit = (cuda.blockIdx.x * PAIR + u) * UNITS + t // LANES
-            head[u], row[u] = unit % HEADS, unit // HEADS
+        unit = cuda.blockIdx.x * UNITS + t // LANES
+        head, row = np.int32(unit % HEADS), np.int32(unit // HEADS)
+        first = np.int64(cuda.blockIdx.x) * THREADS
         while first < pieces:  # the same for the whole block
-            for u in range(PAIR):
-                i = first + u * THREADS + t
-                inside = i < pieces and head[u] < NORMED
-                load_cs(g, u, dheads + i * STEP, i < pieces)
-                load_cs(x, u, qkv + i * STEP, inside)
-                load_nc(w, u, (q_weight if head[u] < QUERIES else k_weight) + lane * STEP, True)
-                r[u] = ZERO
-                if inside:
-                    r[u] = ldg32f(rstd + (np.int64(row[u]) * NORMED + head[u]) * 4)
-            for u in range(PAIR):
-                i = first + u * THREADS + t
-                total = ZERO
+            i = first + t
+            inside = i < pieces and head < NORMED
+            load_cs(g, 0, dheads + i * STEP, i < pieces)
+            load_cs(x, 0, qkv + i * STEP, inside)
+            load_nc(w, 0, (q_weight if head < QUERIES else k_weight) + lane * STEP, True)
+            r = ZERO
+            if inside:
+                r = ldg32f(rstd + (np.int64(row) * NORMED + head) * 4)
+            total = ZERO
+            for j in range(4):
+                total = ffma(low(g, 0, j) * low(w, 0, j), low(x, 0, j), total)
+                total = ffma(high(g, 0, j) * high(w, 0, j), high(x, 0, j), total)
+            m = -(head_sum(total) * INV_D * r * r)
+            if head < NORMED:
                 for j in range(4):
-                    total = ffma(low(g, u, j) * low(w, u, j), low(x, u, j), total)
-                    total = ffma(high(g, u, j) * high(w, u, j), high(x, u, j), total)
-                m = -(head_sum(total) * INV_D * r[u] * r[u])
-                if head[u] < NORMED:
-                    for j in range(4):
-                        p, q = low(g, u, j) * low(x, u, j), high(g, u, j) * high(x, u, j)
-                        if head[u] < QUERIES:
-                            dq[2 * j] = ffma(p, r[u], dq[2 * j])
-                            dq[2 * j + 1] = ffma(q, r[u], dq[2 * j + 1])
-                        else:
-                            dk[2 * j] = ffma(p, r[u], dk[2 * j])
-                            dk[2 * j + 1] = ffma(q, r[u], dk[2 * j + 1])
-                        p = r[u] * ffma(low(g, u, j), low(w, u, j), low(x, u, j) * m)
-                        q = r[u] * ffma(high(g, u, j), high(w, u, j), high(x, u, j) * m)
-                        set_pair(g, u, j, p, q)
-                if ABSMAX:
-                    for j in range(4):
-                        running = track(running, g, u, j)
-                store(dqkv + i * STEP, g, u, i < pieces)
-                head[u], row[u] = head[u] + HEADS_ON, row[u] + ROWS_ON
-                if head[u] >= HEADS:
-                    head[u], row[u] = head[u] - HEADS, row[u] + 1
-            first += np.int64(GRID) * (THREADS * PAIR)
+                    p, q = low(g, 0, j) * low(x, 0, j), high(g, 0, j) * high(x, 0, j)
+                    if head < QUERIES:
+                        dq[2 * j] = ffma(p, r, dq[2 * j])
+                        dq[2 * j + 1] = ffma(q, r, dq[2 * j + 1])
+                    else:
+                        dk[2 * j] = ffma(p, r, dk[2 * j])
+                        dk[2 * j + 1] = ffma(q, r, dk[2 * j + 1])
+                    p = r * ffma(low(g, 0, j), low(w, 0, j), low(x, 0, j) * m)
+                    q = r * ffma(high(g, 0, j), high(w, 0, j), high(x, 0, j) * m)
+                    set_pair(g, 0, j, p, q)
+            if ABSMAX:
+                for j in range(4):
+                    running = track(running, g, 0, j)
+            store(dqkv + i * STEP, g, 0, i < pieces)
+            head, row = np.int32(head + HEADS_ON), np.int32(row + ROWS_ON)
+            if head >= HEADS:
+                head, row = np.int32(head - HEADS), np.int32(row + 1)
+            first += np.int64(GRID) * THREADS
         if ABSMAX:
             absmax_update(slot, running)
 

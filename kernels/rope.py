@@ -27,15 +27,14 @@ from numba.cuda import types
 
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.arrays import current_stream, describe
-from llmq_nb.kernels.compile import CompileCase, Options
+from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import ffma, ldg32, ldg128f_nc
 from llmq_nb.kernels.vector import PIECE, vector
 
-THREADS = 256
-HEADS = 4
+THREADS = 128
+HEADS = 2
 """Heads that a thread rotates with one set of cos and sin."""
-OPTIONS = Options(min_blocks=3)
 TILE = {"block": THREADS, "heads": HEADS}
 SIGNATURE = (*(types.uint64,) * 4, types.int64, types.int32)
 
@@ -97,7 +96,7 @@ def _launch(
     G: int, D: int, dtype: str, stream: Any,
 ) -> None:  # fmt: skip
     constants = {"H": H, "G": G, "D": D, "backward": backward, "dtype": dtype, **TILE}
-    k = kernel(make_rope, SIGNATURE, threads=THREADS, options=OPTIONS, **constants)
+    k = kernel(make_rope, SIGNATURE, threads=THREADS, **constants)
     row_threads = cdiv(H + G, HEADS) * D // (2 * PIECE)
     k(stream, (cdiv(rows * row_threads, THREADS),), qkv, cos, sin, segment_start, rows, T)
 
@@ -198,7 +197,7 @@ def rope_ref(
 COMPILE_CASES = [
     CompileCase(
         make_rope, {"H": H, "G": G, "D": D, "backward": b, "dtype": dtype, **TILE}, SIGNATURE,
-        THREADS, options=OPTIONS,
+        THREADS,
     )
     for H, G, D, b, dtype in (
         (14, 2, 64, False, "bf16"), (12, 2, 128, True, "bf16"), (14, 2, 64, True, "fp32")

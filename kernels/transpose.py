@@ -23,7 +23,7 @@ from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import ldg128_cs, lds128, prmt, smem_addr, stg128_cs, sts32
 
 THREADS = 256
-ROWS, COLUMNS = 128, 64
+ROWS, COLUMNS = 128, 128
 """Of a tile, multiples of 64: 2 * COLUMNS bytes are read in a row, 2 * ROWS written."""
 PART = 64  # the threads take a tile in parts of 64 x 64, all loads before the first use
 PIECE = 8

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from llmq_nb.kernels import embedding
-from llmq_nb.kernels.embedding import SEGMENT, embedding_backward_ref
+from llmq_nb.kernels.embedding import SEGMENT, WARPS, embedding_backward_ref
 from tests.kernels.harness import U16, U32, Device, assert_within, run_sim
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}
@@ -26,11 +26,15 @@ def cut_sums(dx: np.ndarray, tokens: np.ndarray, order: np.ndarray, V: int) -> n
         run = np.flatnonzero(ordered == token)
         begin, end = run[0], run[-1] + 1
         edges = [begin, *(b for b in range(0, end, SEGMENT) if b - SEGMENT >= begin), end]
-        for first, last in zip(edges, edges[1:], strict=False):
-            piece = np.zeros(dx.shape[1], np.float32)
+        pieces = np.zeros((len(edges) - 1, dx.shape[1]), np.float32)
+        for piece, first, last in zip(pieces, edges, edges[1:], strict=False):
             for n in order[first:last]:
                 piece += dx[n]
-            sums[token] += piece
+        shares = np.zeros((WARPS, dx.shape[1]), np.float32)
+        for p, piece in enumerate(pieces):
+            shares[p % WARPS] += piece
+        for share in shares:
+            sums[token] += share
     return sums
 
 
@@ -89,7 +93,7 @@ def runs(*lengths: int) -> np.ndarray:
 
 
 # runs that begin and end at, before and after segment borders; whole segments; one token alone
-RUNS = [(64,), (31, 1, 33), (32, 32, 1), (31, 34, 70), (1, 63, 33, 31), (33, 95, 5), (200,)]
+RUNS = [(64,), (31, 1, 33), (32, 32, 1), (31, 34, 70), (1, 63, 33, 31), (33, 95, 5), (400,)]
 
 
 def check_runs(device: Device, lengths: tuple[int, ...], accumulate: bool) -> None:
