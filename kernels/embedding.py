@@ -189,10 +189,8 @@ def make_embedding_backward(
         column = cuda.blockIdx.y * WARP_COLUMNS + lane * PIECE
 
         # positions of this segment, of the next, and (lanes 0 to 2) three more to look at
-        row, row2 = (
-            position_row(order, base + lane, rows),
-            position_row(order, next_base + lane, rows),
-        )
+        row = position_row(order, base + lane, rows)
+        row2 = position_row(order, next_base + lane, rows)
         look = base - 1 if lane == 1 else (base - SEGMENT if lane == 0 else next_base + SEGMENT)
         other = NOBODY
         if lane < 3 and look >= 0:
@@ -210,7 +208,7 @@ def make_embedding_backward(
         if lane == 31:
             behind = following
 
-        # the warp's positions, begin to end - 1, counted from base; bit i of stops: a piece ends at i
+        # its positions, begin to end - 1, counted from base; bit i of stops: a piece ends at i
         there = base + lane < rows
         begins = there and (token != before or base + lane == 0)
         begin = redux_min_u32(lane if begins else 32)
@@ -324,9 +322,7 @@ def make_embedding_join(C: int, accumulate: bool, grad_dtype: str):
         k = np.uint32(0)
         while k < WARPS:
             before, own, after = shfl_idx(token, k), shfl_idx(token, k + 1), shfl_idx(token, k + 2)
-            if (
-                own < V and before != own and after == own
-            ):  # a cut run begins; the whole block alike
+            if own < V and before != own and after == own:  # a cut run begins, for the whole block
                 add_pieces(sums, scratch, tokens, order, own, base + k, column + lane * PIECE, rows)
                 cuda.syncthreads()  # the sums of the run before have been read
                 for j in range(8):  # column j of every lane together: no bank is met twice
@@ -385,8 +381,8 @@ def embedding_backward_launch(
         clear(stream, (cdiv(chunks, THREADS * CLEARED),), dtable, chunks)
     k = kernel(
         make_embedding_backward, BACKWARD_SIGNATURE, threads=RING["block"],
-        smem=ring_bytes(accumulate, dtype, grad_dtype, **RING), C=C, accumulate=accumulate, dtype=dtype,
-        grad_dtype=grad_dtype, **RING,
+        smem=ring_bytes(accumulate, dtype, grad_dtype, **RING), C=C, accumulate=accumulate,
+        dtype=dtype, grad_dtype=grad_dtype, **RING,
     )  # fmt: skip
     segments, groups = cdiv(rows, SEGMENT), cdiv(C, WARP_COLUMNS)
     grid = (cdiv(segments, RING["block"] // 32), groups)

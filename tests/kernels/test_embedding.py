@@ -100,6 +100,13 @@ def check_runs(device: Device, lengths: tuple[int, ...], accumulate: bool) -> No
     check_backward(device, sum(lengths), 16, len(lengths), accumulate, tokens=runs(*lengths))
 
 
+def random_lengths(seed: int) -> tuple[int, ...]:
+    """Runs of a few rows, of about a segment, of two or more."""
+    rng = np.random.default_rng(seed)
+    about = rng.choice([2, SEGMENT, 2 * SEGMENT, 5 * SEGMENT], 12, p=[0.5, 0.2, 0.2, 0.1])
+    return tuple(int(n) for n in np.maximum(1, about + rng.integers(-1, 2, 12)))
+
+
 def check_unknown_tokens(device: Device, N: int) -> None:
     """Long runs of tokens outside the vocabulary leave the table as it is."""
     dx, old = np.ones((N, 16), DTYPES["bf16"]), np.full((3, 16), 2.0, DTYPES["bf16"])
@@ -148,7 +155,7 @@ def test_backward_simulated(N: int, C: int, V: int, accumulate: bool) -> None:
     run_sim(check_backward, N=N, C=C, V=V, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("lengths", RUNS, ids=str)
+@pytest.mark.parametrize("lengths", [*RUNS, random_lengths(0), random_lengths(1)], ids=str)
 def test_runs_simulated(lengths: tuple[int, ...]) -> None:
     run_sim(check_runs, lengths=lengths, accumulate=len(lengths) != 3)
 
@@ -176,7 +183,7 @@ def test_both(gpu: Device, N: int, C: int, V: int, dtype: str) -> None:
             check_backward(gpu, N, C, V, accumulate, dtype, dtype)
             check_backward(gpu, N, C, V, accumulate, dtype, "fp32")
     check_user_functions(gpu)
-    for lengths in RUNS:
+    for lengths in [*RUNS, *map(random_lengths, range(40))]:
         check_runs(gpu, lengths, accumulate=True)
     check_unknown_tokens(gpu, 1000)
 
