@@ -27,18 +27,18 @@ from llmq_nb.kernels.vector import PIECE, vector
 
 THREADS = 256
 COLUMNS = 32 * PIECE  # of a block
-UNROLL = 4
-"""Rows that a warp has in flight; a block has THREADS / 32 times as many."""
-PARTIALS = 32 if SIMULATED else 128
+WARPS = THREADS // 32  # rows of a block at a time, a warp each
+UNROLL = 8
+PARTIALS = 32 if SIMULATED else 64
 """Row groups of stage one; never a function of the card. (Simulated blocks cost milliseconds.)"""
+CELLS = WARPS * COLUMNS
 ZERO = np.float32(0.0)
 SIGNATURE = (types.uint64, types.uint64, types.int32, types.int32)
 
 
-def make_bias_backward(partials: int, dtype: str, block: int = THREADS, unroll: int = UNROLL):
+def make_bias_backward(partials: int, dtype: str):
     """Stage one. Grid: (groups of 256 columns, partials); arguments: see SIGNATURE."""
-    GROUPS, UNROLL, WARPS = partials, unroll, block // 32
-    CELLS = WARPS * COLUMNS
+    GROUPS = partials
     v = vector(dtype)
     WORDS, BYTES, load_cs, low, high = v.words, v.bytes, v.load_cs, v.low, v.high
 
@@ -67,7 +67,7 @@ def make_bias_backward(partials: int, dtype: str, block: int = THREADS, unroll: 
         cuda.syncthreads()  # every warp's sums are there
         own = cuda.blockIdx.x * COLUMNS + cuda.threadIdx.x  # one column a thread
         cell = (cuda.threadIdx.x & 7) * 32 + (cuda.threadIdx.x >> 3)
-        if cuda.threadIdx.x < COLUMNS and own < M:
+        if own < M:
             total = ZERO
             for w in range(WARPS):
                 total = total + lds32f(shared + (w * COLUMNS + cell) * 4)

@@ -35,19 +35,13 @@ from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
     bf16x2,
     bf_lo,
-    cp16z,
     cp_commit,
-    cp_wait0,
-    cp_wait1,
-    cp_wait2,
-    cp_wait3,
     inc,
     ldg16,
     ldg32,
     ldg32f,
     ldg128f,
     lds32f,
-    lds128,
     redux_add_u32,
     redux_min_u32,
     shfl_idx,
@@ -58,6 +52,7 @@ from llmq_nb.kernels.ptx import (
     stg128f,
     sts32f,
 )
+from llmq_nb.kernels.ring import ring
 from llmq_nb.kernels.vector import PIECE, vector
 
 THREADS, UNROLL, CLEARED = 256, 2, 4
@@ -65,9 +60,8 @@ WARPS = THREADS // 32
 WARP_COLUMNS = 32 * PIECE
 ROWS = 8
 """Pieces of a cut run that a lane has in flight in stage two."""
-RING = {"block": 128, "stages": 4, "rows": 2}
-"""Of stage one: threads of a block; groups of `rows` rows that a lane has in flight."""
-WAITS = (cp_wait0, cp_wait1, cp_wait2, cp_wait3)
+RING_THREADS, STAGES = 128, 4
+"""Of a block of stage one; rows that a warp has under way."""
 SEGMENT = 32
 """Positions of `order` that a warp owns; runs are cut at multiples of it."""
 NAN_BITS, ZERO_BITS = np.uint32(0xFFFFFFFF), np.uint32(0)
@@ -79,12 +73,11 @@ JOIN_SIGNATURE = (*(types.uint64,) * 4, types.int32, types.int32)
 CLEAR_SIGNATURE = (types.uint64, types.int64)
 
 
-def make_embedding_forward(C: int, dtype: str, block: int = THREADS, unroll: int = UNROLL):
+def make_embedding_forward(C: int, dtype: str):
     """Gather for one row length; arguments are device addresses, see FORWARD_SIGNATURE."""
     v = vector(dtype)
     WORDS, BYTES, load, store = v.words, v.bytes, v.load, v.store
     PIECES, STEP = C // PIECE, PIECE * BYTES
-    THREADS, UNROLL = block, unroll
 
     def embedding_forward(x, tokens, table, rows, V):
         tile = cuda.local.array((UNROLL, WORDS), dtype=types.uint32)
@@ -111,23 +104,20 @@ def make_embedding_forward(C: int, dtype: str, block: int = THREADS, unroll: int
     return embedding_forward
 
 
-def make_embedding_backward(
-    C: int, accumulate: bool, dtype: str, grad_dtype: str, block: int, stages: int, rows: int
-):
+def make_embedding_backward(C: int, accumulate: bool, dtype: str, grad_dtype: str):
     """Stage one for one row length; arguments are device addresses, see BACKWARD_SIGNATURE.
 
-    Grid: (groups of block / 32 segments of `order`, groups of 256 columns). A warp owns the pieces
-    that begin in its segment; the last of them may reach to the end of the next one. Rows, and what
-    the table holds where a run ends, go through a ring in shared memory where each lane reads what
-    it copied itself."""
+    Grid: (groups of RING_THREADS / 32 segments of `order`, groups of 256 columns). A warp owns the
+    pieces that begin in its segment; the last of them may reach to the end of the next one."""
     v, o = vector(dtype), vector(grad_dtype)
     WORDS, BYTES, low, high = v.words, v.bytes, v.low, v.high
     OUT_WORDS, OUT_BYTES, store_out = o.words, o.bytes, o.store
     low_out, high_out, set_pair = o.low, o.high, o.set_pair
-    ACCUMULATE, WARPS, STAGES, ROWS = accumulate, block // 32, stages, rows
-    ROW, OLD = block * PIECE * BYTES, block * PIECE * OUT_BYTES  # in the ring
-    RING = STAGES * ROWS
-    wait = WAITS[stages - 1]
+    rows_, olds = ring(dtype, STAGES), ring(grad_dtype, STAGES)
+    copy, take, wait = rows_.copy, rows_.take, rows_.wait
+    copy_old, take_old = olds.copy, olds.take
+    ACCUMULATE, WARPS = accumulate, RING_THREADS // 32
+    ROW, OLD = RING_THREADS * PIECE * BYTES, RING_THREADS * PIECE * OUT_BYTES  # in the ring
 
     @cuda.jit(device=True)
     def position_row(order, position, rows):
@@ -140,18 +130,14 @@ def make_embedding_backward(
     @cuda.jit(device=True)
     def fetch(own, old, dx, dtable, n, token, column, stops):
         """Start a row of dx, and where its run ends that of the table, on their way."""
-        size = np.uint32(16) if column < C else ZERO_BITS
-        for w in range(0, WORDS * 4, 16):
-            cp16z(own + w, dx + (np.int64(n) * C + column) * BYTES + w, size)
+        copy(own, dx + (np.int64(n) * C + column) * BYTES, column < C)
         if ACCUMULATE and stops:
-            for w in range(0, OUT_WORDS * 4, 16):
-                cp16z(old + w, dtable + (np.int64(token) * C + column) * OUT_BYTES + w, size)
+            copy_old(old, dtable + (np.int64(token) * C + column) * OUT_BYTES, column < C)
 
     @cuda.jit(device=True)
     def add(sums, own):
         tile = cuda.local.array((1, WORDS), dtype=types.uint32)
-        for w in range(0, WORDS, 4):
-            tile[0, w], tile[0, w + 1], tile[0, w + 2], tile[0, w + 3] = lds128(own + w * 4)
+        take(tile, 0, own)
         for j in range(4):
             sums[2 * j] = sums[2 * j] + low(tile, 0, j)
             sums[2 * j + 1] = sums[2 * j + 1] + high(tile, 0, j)
@@ -161,8 +147,7 @@ def make_embedding_backward(
         """Round the sum of a token's rows into the table."""
         tile = cuda.local.array((1, OUT_WORDS), dtype=types.uint32)
         if ACCUMULATE:
-            for w in range(0, OUT_WORDS, 4):
-                tile[0, w], tile[0, w + 1], tile[0, w + 2], tile[0, w + 3] = lds128(old + w * 4)
+            take_old(tile, 0, old)
         for j in range(4):
             a, b = sums[2 * j], sums[2 * j + 1]
             if ACCUMULATE:
@@ -183,9 +168,9 @@ def make_embedding_backward(
         base, next_base = segment * SEGMENT, segment * SEGMENT + SEGMENT
         if base >= rows:
             return
-        ring = smem_addr(cuda.shared.array(0, dtype=types.uint32))
-        own = ring + cuda.threadIdx.x * PIECE * BYTES
-        old = ring + RING * ROW + cuda.threadIdx.x * PIECE * OUT_BYTES
+        shared = smem_addr(cuda.shared.array(0, dtype=types.uint32))
+        own = shared + cuda.threadIdx.x * PIECE * BYTES
+        old = shared + STAGES * ROW + cuda.threadIdx.x * PIECE * OUT_BYTES
         column = cuda.blockIdx.y * WARP_COLUMNS + lane * PIECE
 
         # positions of this segment, of the next, and (lanes 0 to 2) three more to look at
@@ -231,41 +216,34 @@ def make_embedding_backward(
         for k in range(8):
             sums[k] = ZERO
         ahead = begin
-        for i in range(RING):
+        for i in range(STAGES):
             if ahead < end:
                 stop = ahead + 1 == end or (ahead < 32 and (stops >> (ahead & 31)) & 1 != 0)
                 n = shfl_idx(row if ahead < 32 else row2, ahead)
                 t = shfl_idx(token if ahead < 32 else token2, ahead)
                 fetch(own + i * ROW, old + i * OLD, dx, dtable, n, t, column, stop and t < V)
             ahead = np.uint32(ahead + 1)
-            if i % ROWS == ROWS - 1:
-                cp_commit()
+            cp_commit()
         position, slot = begin, 0
         while position < end:
-            wait()  # the oldest ROWS rows are there
-            for u in range(ROWS):
-                here = np.uint32(position + u)
-                if here < end:
-                    add(sums, own + (slot + u) * ROW)
-                    if here + 1 == end or (here < 32 and (stops >> (here & 31)) & 1 != 0):
-                        t = shfl_idx(token if here < 32 else token2, here)
-                        if here == kept or here == kept2:
-                            keep(scratch, np.int64(segment + (here >> 5)), column, sums)
-                        elif t < V:
-                            finish(dtable, t, column, old + (slot + u) * OLD, sums)
-                        for k in range(8):
-                            sums[k] = ZERO
-            for u in range(ROWS):
-                if ahead < end:
-                    stop = ahead + 1 == end or (ahead < 32 and (stops >> (ahead & 31)) & 1 != 0)
-                    n = shfl_idx(row if ahead < 32 else row2, ahead)
-                    t = shfl_idx(token if ahead < 32 else token2, ahead)
-                    at = slot + u
-                    fetch(own + at * ROW, old + at * OLD, dx, dtable, n, t, column, stop and t < V)
-                ahead = np.uint32(ahead + 1)
+            wait()  # the oldest row is there
+            add(sums, own + slot * ROW)
+            if position + 1 == end or (position < 32 and (stops >> (position & 31)) & 1 != 0):
+                t = shfl_idx(token if position < 32 else token2, position)
+                if position == kept or position == kept2:
+                    keep(scratch, np.int64(segment + (position >> 5)), column, sums)
+                elif t < V:
+                    finish(dtable, t, column, old + slot * OLD, sums)
+                for k in range(8):
+                    sums[k] = ZERO
+            if ahead < end:
+                stop = ahead + 1 == end or (ahead < 32 and (stops >> (ahead & 31)) & 1 != 0)
+                n = shfl_idx(row if ahead < 32 else row2, ahead)
+                t = shfl_idx(token if ahead < 32 else token2, ahead)
+                fetch(own + slot * ROW, old + slot * OLD, dx, dtable, n, t, column, stop and t < V)
             cp_commit()
-            position = np.uint32(position + ROWS)
-            slot = 0 if slot == RING - ROWS else slot + ROWS
+            position, ahead = np.uint32(position + 1), np.uint32(ahead + 1)
+            slot = 0 if slot == STAGES - 1 else slot + 1
 
     return embedding_backward
 
@@ -380,12 +358,12 @@ def embedding_backward_launch(
         chunks = V * C * vector(grad_dtype).bytes // 16
         clear(stream, (cdiv(chunks, THREADS * CLEARED),), dtable, chunks)
     k = kernel(
-        make_embedding_backward, BACKWARD_SIGNATURE, threads=RING["block"],
-        smem=ring_bytes(accumulate, dtype, grad_dtype, **RING), C=C, accumulate=accumulate,
-        dtype=dtype, grad_dtype=grad_dtype, **RING,
+        make_embedding_backward, BACKWARD_SIGNATURE, threads=RING_THREADS,
+        smem=ring_bytes(accumulate, dtype, grad_dtype), C=C, accumulate=accumulate, dtype=dtype,
+        grad_dtype=grad_dtype,
     )  # fmt: skip
     segments, groups = cdiv(rows, SEGMENT), cdiv(C, WARP_COLUMNS)
-    grid = (cdiv(segments, RING["block"] // 32), groups)
+    grid = (cdiv(segments, RING_THREADS // 32), groups)
     k(stream, grid, dtable, scratch, dx, tokens, order, rows, V)
     join = kernel(
         make_embedding_join, JOIN_SIGNATURE, threads=THREADS, C=C, accumulate=accumulate,
@@ -395,12 +373,10 @@ def embedding_backward_launch(
     join(stream, grid, dtable, scratch, tokens, order, rows, V)
 
 
-def ring_bytes(
-    accumulate: bool, dtype: str, grad_dtype: str, block: int, stages: int, rows: int
-) -> int:
+def ring_bytes(accumulate: bool, dtype: str, grad_dtype: str) -> int:
     """Shared memory of stage one."""
     value = vector(dtype).bytes + (vector(grad_dtype).bytes if accumulate else 0)
-    return stages * rows * block * PIECE * value
+    return STAGES * RING_THREADS * PIECE * value
 
 
 def embedding_backward_scratch(rows: int, C: int) -> int:
@@ -484,10 +460,10 @@ COMPILE_CASES = (
     + [
         CompileCase(
             make_embedding_backward,
-            {"C": C, "accumulate": a, "dtype": d, "grad_dtype": g, **RING},
+            {"C": C, "accumulate": a, "dtype": d, "grad_dtype": g},
             BACKWARD_SIGNATURE,
-            RING["block"],
-            smem=ring_bytes(a, d, g, **RING),
+            RING_THREADS,
+            smem=ring_bytes(a, d, g),
         )
         for C, a, d, g in [
             (896, True, "bf16", "bf16"),

@@ -9,16 +9,16 @@ x is what the forward pass normalised (residual_out in the fused form). dweight 
 `accumulate`, in the same rounding.
 
 Shapes   dx, dy, dresidual, x: (N, C) row-major; weight, dweight: (C,); rstd: (N,); scratch:
-         (BLOCKS, C).
+         (blocks, C), see `tile_of`.
 Dtypes   bfloat16 or float32 (`dtype`); dweight bfloat16 or float32 (`grad_dtype`); rstd, scratch
          float32.
 Errors   m: 8 * PIECES fused adds, 5 + WARPS levels. dx: six operations, one rounding, relative to
-         rstd * (|weight dy| + |x| rstd mean|...|) + |dresidual|. dweight: each of the BLOCKS
-         partial sums (column_sum.py) takes N / BLOCKS adds, then 16 + 32 more: (N / BLOCKS + 50) *
-         2^-24 of sum |terms|, one rounding. Block b owns rows (or pairs) b, b + BLOCKS, ...; BLOCKS
-         is a constant, so the order of every sum is fixed: bitwise reproducible on any card.
-Cost     Reads dy, x, dresidual once, writes dx once; 8 * BLOCKS * C bytes of partial sums beside
-         it.
+         rstd * (|weight dy| + |x| rstd mean|...|) + |dresidual|. dweight: each of the blocks'
+         partial sums (column_sum.py) takes N / blocks adds, then 16 + 32 more: (N / blocks + 50) *
+         2^-24 of sum |terms|, one rounding. Block b owns rows (or pairs) b, b + blocks, ...; blocks
+         depends on C alone, so the order of every sum is fixed: bitwise reproducible on any card.
+Cost     Reads dy, x, dresidual once, writes dx once; 8 * blocks * C bytes of partial sums beside
+         it. The second launch takes about 4 us, whatever N is.
 Source   Derivative of Zhang & Sennrich 2019, eq. 4. Written from the equation.
 """
 
@@ -32,30 +32,24 @@ from numba.cuda import types
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
 from llmq_nb.kernels.column_sum import column_sum_launch
-from llmq_nb.kernels.compile import CompileCase
+from llmq_nb.kernels.compile import CompileCase, Options
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
     SIMULATED,
-    cp16z,
     cp_commit,
-    cp_wait0,
-    cp_wait1,
-    cp_wait2,
-    cp_wait3,
     ffma,
     ldg32f,
     lds32f,
-    lds128,
     smem_addr,
     stg128f,
     sts32f,
 )
 from llmq_nb.kernels.reduce import warp_sum
+from llmq_nb.kernels.ring import ring
 from llmq_nb.kernels.vector import PIECE, vector
 
 RING_BYTES = 96 * 1024
 """Shared memory that the rows in flight may take; every card gives a block that much."""
-WAITS = (cp_wait0, cp_wait1, cp_wait2, cp_wait3)
 ZERO, NO_BITS = np.float32(0.0), np.uint32(0)
 SIGNATURE = (types.uint64,) * 8 + (types.int32,)
 
@@ -71,6 +65,8 @@ class Tile:
     """How many times that many rows are on their way."""
     blocks: int
     """Row groups; a constant of C, so that no sum depends on the card."""
+    resident: int
+    """Blocks that a multiprocessor should hold, so that a large card takes all of them at once."""
 
     def constants(self) -> dict[str, int]:
         return {
@@ -87,10 +83,12 @@ def tile_of(C: int, dtype: str = "bf16") -> Tile:
     """One piece of a row a thread up to C = 4096, two up to 8192."""
     pieces = cdiv(C, 512 * PIECE)
     threads = 32 * cdiv(C, 32 * PIECE * pieces)
+    rows = 2 if threads <= 128 else 1
     row = 3 * threads * pieces * PIECE * DType(dtype).itemsize
-    stages = max(1, min(4, RING_BYTES // row))
+    stages = max(1, min(3 if rows == 1 else 2, RING_BYTES // (rows * row)))
+    resident = 4 if C <= 1536 else 3 if C <= 2560 else 2 if C <= 4096 else 1
     # a simulated block costs milliseconds, so there are fewer of them
-    return Tile(threads, 1, stages, 32 if SIMULATED else 512 if C <= 2048 else 256)
+    return Tile(threads, rows, stages, 32 if SIMULATED else 128 * resident, resident)
 
 
 def make_rmsnorm_backward(
@@ -113,7 +111,8 @@ def make_rmsnorm_backward(
     ARRAY = TILES * STEP * BYTES  # in the ring
     STAGE = (3 if residual else 2) * ARRAY
     RING, PARTIAL = STAGES * STAGE, ROWS * WARPS * 4
-    wait = WAITS[stages - 1]
+    r_ = ring(dtype, stages)
+    copy, take, wait = r_.copy, r_.take, r_.wait
 
     @cuda.jit(device=True)
     def fetch(own, array, first, column, rows):
@@ -121,17 +120,8 @@ def make_rmsnorm_backward(
         for q in range(ROWS):
             start = array + (np.int64(first + q) * C + column) * BYTES
             for i in range(PIECES):
-                size = np.uint32(16) if first + q < rows and column + i * STEP < C else NO_BITS
-                for w in range(0, WORDS * 4, 16):
-                    at = own + (q * PIECES + i) * STEP * BYTES + w
-                    cp16z(at, start + i * STEP * BYTES + w, size)
-
-    @cuda.jit(device=True)
-    def take(tile, own):
-        for t in range(TILES):
-            for w in range(0, WORDS, 4):
-                a, b, c, d = lds128(own + t * STEP * BYTES + w * 4)
-                tile[t, w], tile[t, w + 1], tile[t, w + 2], tile[t, w + 3] = a, b, c, d
+                inside = first + q < rows and column + i * STEP < C
+                copy(own + (q * PIECES + i) * STEP * BYTES, start + i * STEP * BYTES, inside)
 
     @cuda.jit(device=True)
     def block_sum(total, partial):
@@ -181,10 +171,12 @@ def make_rmsnorm_backward(
                 ahead = first + BLOCKS * ROWS + q
                 following[q] = ldg32f(rstd + np.int64(ahead) * 4) if ahead < rows else ZERO
             wait()  # the oldest rows are there
-            take(g, own + stage)
-            take(h, own + stage + ARRAY)
-            if RESIDUAL:
-                take(d, own + stage + 2 * ARRAY)
+            for t in range(TILES):
+                at = own + stage + t * STEP * BYTES
+                take(g, t, at)
+                take(h, t, at + ARRAY)
+                if RESIDUAL:
+                    take(d, t, at + 2 * ARRAY)
             for q in range(ROWS):
                 total[q] = ZERO
                 for i in range(PIECES):
@@ -245,8 +237,8 @@ def rmsnorm_backward_launch(
     tile = tile_of(C, dtype)
     smem = tile.smem(3 if dresidual else 2, C, DType(dtype).itemsize)
     k = kernel(
-        make_rmsnorm_backward, SIGNATURE, threads=tile.threads, smem=smem, **constants,
-        **tile.constants(),
+        make_rmsnorm_backward, SIGNATURE, threads=tile.threads, smem=smem,
+        options=Options(min_blocks=tile.resident), **constants, **tile.constants(),
     )  # fmt: skip
     k(stream, (tile.blocks,), dx, scratch, absmax, dy, dresidual, x, weight, rstd, rows)
     column_sum_launch(
@@ -321,6 +313,14 @@ COMPILE_CASES = [
         SIGNATURE,
         tile_of(C, d).threads,
         smem=tile_of(C, d).smem(3, C, DType(d).itemsize),
+        options=Options(min_blocks=tile_of(C, d).resident),
     )
-    for C, d in [(896, "bf16"), (1536, "bf16"), (4096, "bf16"), (5120, "bf16"), (896, "fp32")]
+    for C, d in [
+        (896, "bf16"),
+        (1536, "bf16"),
+        (2048, "bf16"),
+        (4096, "bf16"),
+        (5120, "bf16"),
+        (896, "fp32"),
+    ]
 ]

@@ -35,16 +35,14 @@ from llmq_nb.kernels.vector import PIECE, vector
 THREADS = 128
 HEADS = 2
 """Heads that a thread rotates with one set of cos and sin."""
-TILE = {"block": THREADS, "heads": HEADS}
 SIGNATURE = (*(types.uint64,) * 4, types.int64, types.int32)
 
 
-def make_rope(H: int, G: int, D: int, backward: bool, dtype: str, block: int, heads: int):
+def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
     """Kernel for one head layout; arguments are device addresses."""
     v = vector(dtype)
     WORDS, BYTES, load, store, low, high = v.words, v.bytes, v.load, v.store, v.low, v.high
     set_pair = v.set_pair
-    THREADS, HEADS = block, heads
     ROTATED, ROW = H + G, (H + 2 * G) * D
     PAIRS = D // (2 * PIECE)  # pieces of half a head
     GROUPS = cdiv(ROTATED, HEADS)
@@ -95,7 +93,7 @@ def _launch(
     backward: bool, qkv: int, cos: int, sin: int, segment_start: int, *, rows: int, T: int, H: int,
     G: int, D: int, dtype: str, stream: Any,
 ) -> None:  # fmt: skip
-    constants = {"H": H, "G": G, "D": D, "backward": backward, "dtype": dtype, **TILE}
+    constants = {"H": H, "G": G, "D": D, "backward": backward, "dtype": dtype}
     k = kernel(make_rope, SIGNATURE, threads=THREADS, **constants)
     row_threads = cdiv(H + G, HEADS) * D // (2 * PIECE)
     k(stream, (cdiv(rows * row_threads, THREADS),), qkv, cos, sin, segment_start, rows, T)
@@ -196,7 +194,7 @@ def rope_ref(
 
 COMPILE_CASES = [
     CompileCase(
-        make_rope, {"H": H, "G": G, "D": D, "backward": b, "dtype": dtype, **TILE}, SIGNATURE,
+        make_rope, {"H": H, "G": G, "D": D, "backward": b, "dtype": dtype}, SIGNATURE,
         THREADS,
     )
     for H, G, D, b, dtype in (

@@ -87,7 +87,7 @@ def host(x: Any) -> np.ndarray:
 
         return x.contiguous().view(torch.uint8).cpu().numpy().reshape(-1)
     if hasattr(x, "copy_to_host"):
-        return x.copy_to_host().reshape(-1).view(np.uint8)
+        return x.view(np.uint8).copy_to_host().reshape(-1)
     return x.numpy().reshape(-1).view(np.uint8)
 
 
@@ -110,6 +110,8 @@ def as_torch(array: np.ndarray) -> Any:
 def as_numba(array: np.ndarray) -> Any:
     from numba import cuda
 
+    if array.dtype == BF16:  # numba copies no types of ml_dtypes, but holds them
+        return cuda.to_device(array.view(np.uint16)).view(BF16)
     return cuda.to_device(np.ascontiguousarray(array))
 
 
