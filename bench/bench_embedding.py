@@ -25,6 +25,7 @@ def run(N: int, C: int, V: int, name: str, tokens: np.ndarray) -> None:
     with Bench("embedding_forward") as b:
         table, x = b.random((V, C), BF16), b.random((N, C), BF16)
         order = b.put(np.argsort(tokens, kind="stable").astype(np.int32))
+        scratch = b.empty(embedding.embedding_backward_scratch(N, C))
         t, distinct = b.put(tokens), np.unique(tokens).size
         sizes: dict[str, Any] = {"rows": N, "C": C, "V": V, "stream": b.stream}
         case = {"N": N, "C": C, "V": V, "tokens": name}
@@ -38,7 +39,7 @@ def run(N: int, C: int, V: int, name: str, tokens: np.ndarray) -> None:
             b.measure(
                 {**case, "accumulate": accumulate},
                 lambda accumulate=accumulate: embedding.embedding_backward_launch(
-                    table, x, t, order, **sizes, accumulate=accumulate
+                    table, x, t, order, scratch=scratch, **sizes, accumulate=accumulate
                 ),
                 bytes=embedding.embedding_backward_bytes(
                     N, C, V, distinct=distinct, accumulate=accumulate

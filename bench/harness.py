@@ -8,8 +8,9 @@ yardstick.
 
 Each measurement is the median of 20 single launches after 5 warm-ups; before every launch a buffer
 larger than any L2 is overwritten. Prints one JSON line each: kernel, case, seconds (median and
-quartiles), GB/s, percent of the copy's rate (read + written bytes), device, driver, package
-versions, commit.
+quartiles), GB/s, percent of the rate (read + written bytes) of a copy of 1 GiB, percent of a copy
+that moves as many bytes as the case (a launch costs some 5 us whatever it does, so small cases
+cannot reach the rate of a large one), device, driver, package versions, commit.
 """
 
 import json
@@ -44,7 +45,7 @@ class Bench:
         self.events = core.create_event(timing=True), core.create_event(timing=True)
         self.addresses: list[int] = []
         self.flush = self.empty(FLUSH_BYTES)
-        self.copy_rate = self._copy_rate()
+        self.copy_rate = 2 * COPY_BYTES / self._copy_seconds(COPY_BYTES)
 
     def __enter__(self) -> "Bench":
         return self
@@ -88,22 +89,21 @@ class Bench:
             times.append(core.elapsed_seconds(*self.events))
         return np.array(times[WARM_UPS:])
 
-    def _copy_rate(self) -> float:
-        """Bytes a second (read + written) of a copy kernel of 1 GiB."""
-        source, target = self.zeros(COPY_BYTES), self.empty(COPY_BYTES)
-        times = self.seconds(
-            lambda: copy_launch(target, source, nbytes=COPY_BYTES, stream=self.stream)
-        )
+    def _copy_seconds(self, nbytes: int) -> float:
+        """Median seconds of the copy kernel that reads and writes nbytes each."""
+        source, target = self.zeros(nbytes), self.empty(nbytes)
+        times = self.seconds(lambda: copy_launch(target, source, nbytes=nbytes, stream=self.stream))
         for address in (source, target):
             core.free(address)
             self.addresses.remove(address)
-        return 2 * COPY_BYTES / float(np.median(times))
+        return float(np.median(times))
 
     def measure(self, case: dict[str, Any], launch: Callable[[], None], *, bytes: int) -> float:
         """Time a launch that moves at least `bytes`; print the JSON line, return the median
         seconds."""
         low, middle, high = np.percentile(self.seconds(launch), [25, 50, 75])
         rate = bytes / middle
+        equal = self._copy_seconds(max(16, min(COPY_BYTES, bytes // 32 * 16)))
         line = {
             "kernel": self.name,
             **case,
@@ -111,6 +111,7 @@ class Bench:
             "quartiles": [round(float(low), 9), round(float(high), 9)],
             "gb_per_s": round(rate / 1e9, 1),
             "percent_of_copy": round(100 * rate / self.copy_rate, 1),
+            "percent_of_equal_copy": round(100 * equal / middle, 1),
             "copy_gb_per_s": round(self.copy_rate / 1e9, 1),
             "device": self.device.name,
             "driver": core.check(core.driver().cuDriverGetVersion(), "cuDriverGetVersion"),

@@ -16,10 +16,13 @@ Dtypes   master: float32 or bfloat16; m: float32, bfloat16, or e4m3 with a float
          scalars: learning_rate, inv_supervised, correction1, correction2 (float32), update (uint32)
          total:   norm, clip factor, 1 if finite else 0 (float32), from global_norm
 Errors   Every operation is rounded to nearest float32 in the written order, without fused
-         multiply-adds: bit for bit NumPy's. Quotients by the corrections are exact while |m|, |v|
-         are 0 or above 2^-100. Storage below float32 is rounded stochastically (random.py), with
-         bits of (seed, purpose, element, tensor, update) alone.
-Cost     Reads master, m, v, grad once and writes master, m, v (and weight) once.
+         multiply-adds: bit for bit NumPy's while |m|, v are 0 or above 2^-100. Division and root
+         are the instructions that ptxas makes of div.rn and sqrt.rn (the same for sm_80 to sm_120)
+         without their branches; what overflows or is no number is done again by the full ones.
+         Storage below float32 is rounded stochastically (random.py), with bits of (seed, purpose,
+         element, tensor, update) alone.
+Cost     Reads master, m, v, grad once and writes master, m, v (and weight) once. All in bfloat16
+         it is 14 bytes to some 75 instructions an element: close to what an H200 can issue.
 Source   Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2. Division: Markstein 1990.
 """
 
@@ -34,15 +37,20 @@ from llmq_nb.core.rng import Purpose
 from llmq_nb.kernels import moment_e4m3
 from llmq_nb.kernels.arrays import current_stream, describe, empty_like
 from llmq_nb.kernels.compile import CompileCase, Options
-from llmq_nb.kernels.flat import make_load, make_store
+from llmq_nb.kernels.flat import flat
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
     add_rn,
     div_rn,
+    f2u,
     ffma,
+    fmax,
+    fnma,
     ldg32,
     ldg32f,
     mul_rn,
+    rcp,
+    rsqrt,
     sqrt_rn,
     stg32,
     stg32f,
@@ -50,12 +58,13 @@ from llmq_nb.kernels.ptx import (
 from llmq_nb.kernels.random import philox
 from llmq_nb.kernels.vector import PIECE, vector
 
-THREADS = 256
-OPTIONS = Options(min_blocks=3)
+THREADS = 128
+OPTIONS = Options(min_blocks=8)
 SHARD_MULTIPLE = 1024
 MASTER, M, V = int(Purpose.MASTER), int(Purpose.M), int(Purpose.V)
-ONE = np.float32(1.0)
-NO_BITS = np.uint32(0)
+ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+SMALLEST_NORMAL = np.float32(2.0**-126)
+NO_BITS, MAGNITUDE = np.uint32(0), np.uint32(0x7FFFFFFF)
 SIGNATURE = (
     *(types.uint64,) * 9, types.int64, types.int64, *(types.float32,) * 6, types.uint32,
     types.uint32,
@@ -64,83 +73,146 @@ SCALARS_SIGNATURE = (types.uint64, types.uint64, *(types.float32,) * 4, types.ui
 
 
 @cuda.jit(device=True)
+def reciprocal(y):
+    """1 / y as the hardware's own division refines it."""
+    r = rcp(y)
+    return ffma(r, fnma(y, r, ONE), r)
+
+
+@cuda.jit(device=True)
 def divide(x, y, inverse):
-    """x / y rounded to nearest, given inverse = 1 / y rounded to nearest: two corrections of the
-    product leave the quotient a neighbour of the exact one, the second one rounds it."""
+    """x / y rounded to nearest, given inverse = reciprocal(y): the common path of the hardware's
+    division, without its branch. Not for |x| below 2^-100 (but 0), nor y beyond 2^+-100."""
     q = mul_rn(x, inverse)
-    q = ffma(ffma(-q, y, x), inverse, q)
-    return ffma(ffma(-q, y, x), inverse, q)
+    return ffma(fnma(q, y, x), inverse, q)
+
+
+@cuda.jit(device=True)
+def square_root(x):
+    """Root of x, 0 or above 2^-101, rounded to nearest: likewise."""
+    r = rsqrt(fmax(x, SMALLEST_NORMAL))  # 0 * infinity would be NaN
+    s = mul_rn(x, r)
+    return ffma(fnma(s, s, x), mul_rn(r, HALF), s)
+
+
+@cuda.jit(device=True)
+def quotients(step, m, v, c1, c2, epsilon):
+    """step[0:8] = (m / c1) / (sqrt(v / c2) + epsilon), each operation rounded to nearest."""
+    inverse1, inverse2 = reciprocal(c1), reciprocal(c2)
+    check = ZERO
+    for k in range(8):
+        root = add_rn(square_root(divide(v[k], c2, inverse2)), epsilon)
+        step[k] = divide(divide(m[k], c1, inverse1), root, reciprocal(root))
+        check = ffma(step[k], ZERO, check)
+    if (f2u(check) & MAGNITUDE) != 0:  # not a number: something left the range of the quick way
+        for k in range(8):
+            root = add_rn(sqrt_rn(div_rn(v[k], c2)), epsilon)
+            step[k] = div_rn(div_rn(m[k], c1), root)
 
 
 def make_adamw(master: str, m: str, v: str, grad: str, copy: bool, absmax: bool):
     """Kernel for one set of storage formats; arguments are device addresses (0 where unused)."""
-    load_p, load_v, load_g = make_load(master), make_load(v), make_load(grad)
-    store_p, store_v, store_w = (
-        make_store(master, True),
-        make_store(v, True),
-        make_store("bf16", False),
-    )
-    M_E4M3 = m == "e4m3"
-    load_m, store_m = make_load("fp32"), make_store("fp32", True)
-    if not M_E4M3:
-        load_m, store_m = make_load(m), make_store(m, True)
+    p_, v_, g_, w_ = flat(master), flat(v), flat(grad), flat("bf16")
+    m_ = flat("fp32" if m == "e4m3" else m)
+    load_p, load_v, load_g, load_m = p_.load, v_.load, g_.load, m_.load
+    tail_p, tail_v, tail_g, tail_m = p_.load_tail, v_.load_tail, g_.load_tail, m_.load_tail
+    unpack_p, unpack_v, unpack_g, unpack_m = p_.unpack, v_.unpack, g_.unpack, m_.unpack
+    round_p, round_v, round_m = p_.round_stochastic, v_.round_stochastic, m_.round_stochastic
+    nearest_w, store_w, end_w = w_.round_nearest, w_.store, w_.store_tail
+    store_p, store_v, store_m = p_.store, v_.store, m_.store
+    end_p, end_v, end_m = p_.store_tail, v_.store_tail, m_.store_tail
+    P_WORDS, V_WORDS, G_WORDS, M_WORDS = p_.words, v_.words, g_.words, m_.words
     load_m8, store_m8 = moment_e4m3.load, moment_e4m3.store
     RANDOM_P, RANDOM_M, RANDOM_V = master == "bf16", m != "fp32", v == "bf16"
-    COPY, ABSMAX = copy, absmax
-    w = vector("bf16" if copy else master)
-    WORDS, set_pair, track, absmax_update = w.words, w.set_pair, w.track, w.absmax_update
+    COPY, ABSMAX, M_E4M3 = copy, absmax, m == "e4m3"
+    kept = vector("bf16" if copy else master)
+    W_WORDS, track, absmax_update = kept.words, kept.track, kept.absmax_update
 
     def adamw(
-        p_, w_, m_, v_, g_, m_scale, slot, scalars, total, n, start, beta1, rest1, beta2, rest2,
-        epsilon, decay, seed, tensor,
+        master, weight, moment1, moment2, grad, m_scale, slot, scalars, total, n, start, beta1,
+        rest1, beta2, rest2, epsilon, decay, seed, tensor,
     ):  # fmt: skip
         i = np.int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
         count = n - i * PIECE
+        whole = count >= PIECE
         p = cuda.local.array(8, dtype=types.float32)
         g = cuda.local.array(8, dtype=types.float32)
         m1 = cuda.local.array(8, dtype=types.float32)
         m2 = cuda.local.array(8, dtype=types.float32)
         words = cuda.local.array(4, dtype=types.uint32)
-        load_p(p, p_, i, count)  # before the flag is known: a wait less
-        load_g(g, g_, i, count)
-        if M_E4M3:
-            load_m8(m1, m_, m_scale, i, count)
+        tile_p = cuda.local.array((1, P_WORDS), dtype=types.uint32)
+        tile_w = cuda.local.array((1, W_WORDS), dtype=types.uint32)  # of the weight
+        tile_g = cuda.local.array((1, G_WORDS), dtype=types.uint32)
+        tile_m = cuda.local.array((1, M_WORDS), dtype=types.uint32)
+        tile_v = cuda.local.array((1, V_WORDS), dtype=types.uint32)
+        finite, clip = ldg32(total + 8), ldg32f(total + 4)
+        rate, update = -ldg32f(scalars), ldg32(scalars + 16)
+        c1, c2 = ldg32f(scalars + 8), ldg32f(scalars + 12)
+        if whole:  # one branch for all the loads, and nothing waits between them
+            load_p(tile_p, master, i)
+            load_g(tile_g, grad, i)
+            if not M_E4M3:
+                load_m(tile_m, moment1, i)
+            load_v(tile_v, moment2, i)
         else:
-            load_m(m1, m_, i, count)
-        load_v(m2, v_, i, count)
-        if ldg32(total + 8) != 0:
-            clip, rate = ldg32f(total + 4), ldg32f(scalars)
-            c1, c2 = ldg32f(scalars + 8), ldg32f(scalars + 12)
-            update = ldg32(scalars + 16)
-            inverse1, inverse2 = div_rn(ONE, c1), div_rn(ONE, c2)
+            tail_p(tile_p, master, i, count)
+            tail_g(tile_g, grad, i, count)
+            if not M_E4M3:
+                tail_m(tile_m, moment1, i, count)
+            tail_v(tile_v, moment2, i, count)
+        if M_E4M3:
+            load_m8(m1, moment1, m_scale, i, count)
+        unpack_p(p, tile_p)
+        if finite != 0:
+            unpack_g(g, tile_g)
+            unpack_v(m2, tile_v)
+            if not M_E4M3:
+                unpack_m(m1, tile_m)
             for k in range(8):
                 gk = mul_rn(g[k], clip)
                 m1[k] = add_rn(mul_rn(beta1, m1[k]), mul_rn(rest1, gk))
                 m2[k] = add_rn(mul_rn(beta2, m2[k]), mul_rn(mul_rn(rest2, gk), gk))
-                root = add_rn(sqrt_rn(divide(m2[k], c2, inverse2)), epsilon)
-                step = add_rn(div_rn(divide(m1[k], c1, inverse1), root), mul_rn(decay, p[k]))
-                p[k] = add_rn(p[k], -mul_rn(rate, step))
+            quotients(g, m1, m2, c1, c2, epsilon)
+            for k in range(8):
+                p[k] = add_rn(p[k], mul_rn(rate, add_rn(g[k], mul_rn(decay, p[k]))))
             if RANDOM_V:
                 words[0], words[1], words[2], words[3] = philox(seed, V, start + i, tensor, update)
-            store_v(m2, v_, i, count, words)
+            round_v(tile_v, m2, words)
             if RANDOM_M:
                 words[0], words[1], words[2], words[3] = philox(seed, M, start + i, tensor, update)
             if M_E4M3:
-                store_m8(m1, m_, m_scale, i, count, words)
+                store_m8(m1, moment1, m_scale, i, count, words)
             else:
-                store_m(m1, m_, i, count, words)
+                round_m(tile_m, m1, words)
             if RANDOM_P:
                 a, b, c, d = philox(seed, MASTER, start + i, tensor, update)
                 words[0], words[1], words[2], words[3] = a, b, c, d
-            store_p(p, p_, i, count, words)
+            round_p(tile_p, p, words)
             if COPY:
-                store_w(p, w_, i, count, words)
-        if ABSMAX:
-            tile = cuda.local.array((1, WORDS), dtype=types.uint32)
+                nearest_w(tile_w, p)
+            if whole:
+                store_v(moment2, i, tile_v)
+                if not M_E4M3:
+                    store_m(moment1, i, tile_m)
+                store_p(master, i, tile_p)
+                if COPY:
+                    store_w(weight, i, tile_w)
+            else:
+                end_v(moment2, i, tile_v, count)
+                if not M_E4M3:
+                    end_m(moment1, i, tile_m, count)
+                end_p(master, i, tile_p, count)
+                if COPY:
+                    end_w(weight, i, tile_w, count)
+        elif COPY and ABSMAX:
+            nearest_w(tile_w, p)
+        if ABSMAX:  # of the old weight where nothing was written
             running = NO_BITS
             for j in range(4):
-                set_pair(tile, 0, j, p[2 * j], p[2 * j + 1])
-                running = track(running, tile, 0, j)
+                if COPY:
+                    running = track(running, tile_w, 0, j)
+                else:
+                    running = track(running, tile_p, 0, j)
             absmax_update(slot, running)
 
     return adamw

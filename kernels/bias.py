@@ -22,15 +22,15 @@ from llmq_nb.kernels.arrays import current_stream, describe, empty_like
 from llmq_nb.kernels.column_sum import column_sum_launch
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
-from llmq_nb.kernels.ptx import lds32f, smem_addr, stg32f, sts32f
+from llmq_nb.kernels.ptx import SIMULATED, lds32f, smem_addr, stg32f, sts32f
 from llmq_nb.kernels.vector import PIECE, vector
 
 THREADS = 256
 COLUMNS = 32 * PIECE  # of a block
 WARPS = THREADS // 32  # rows of a block at a time, a warp each
-UNROLL = 4
-PARTIALS = 128
-"""Row groups of stage one; never a function of the card."""
+UNROLL = 8
+PARTIALS = 32 if SIMULATED else 64
+"""Row groups of stage one; never a function of the card. (Simulated blocks cost milliseconds.)"""
 CELLS = WARPS * COLUMNS
 ZERO = np.float32(0.0)
 SIGNATURE = (types.uint64, types.uint64, types.int32, types.int32)
@@ -78,16 +78,15 @@ def make_bias_backward(partials: int, dtype: str):
 
 def bias_backward_launch(
     dbias: int, dy: int, *, scratch: int, rows: int, M: int, accumulate: bool, dtype: str = "bf16",
-    grad_dtype: str = "bf16", partials: int = PARTIALS, stream: Any,
+    grad_dtype: str = "bf16", stream: Any,
 ) -> None:  # fmt: skip
     """Write (or add to) dbias, device addresses, in stream order.
 
-    scratch: bias_backward_scratch(M) bytes. partials: fewer only where a simulator must be quick.
-    """
-    k = kernel(make_bias_backward, SIGNATURE, threads=THREADS, partials=partials, dtype=dtype)
-    k(stream, (cdiv(M, COLUMNS), partials), scratch, dy, rows, M)
+    scratch: bias_backward_scratch(M) bytes."""
+    k = kernel(make_bias_backward, SIGNATURE, threads=THREADS, partials=PARTIALS, dtype=dtype)
+    k(stream, (cdiv(M, COLUMNS), PARTIALS), scratch, dy, rows, M)
     column_sum_launch(
-        dbias, scratch, partials=partials, columns=M, stride=M, accumulate=accumulate,
+        dbias, scratch, partials=PARTIALS, columns=M, stride=M, accumulate=accumulate,
         dtype=grad_dtype, stream=stream,
     )  # fmt: skip
 

@@ -209,13 +209,16 @@ def to_ltoir(
 def _resources(ptx: str, log: str) -> Resources:
     used = re.search(r"[Uu]sed (\d+) registers", log)
     frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
-    if not used or not frame:
+    # all that is left of the log where nvJitLink took ptxas's work from a cache of its own
+    short = re.search(r"used \d+ barriers, (\d+) stack", log)
+    if not used or not (frame or short):
         raise RuntimeError(f"nvJitLink reported no resources: {log}")
+    stack, spills = frame.groups() if frame else (short[1], 0)  # pyright: ignore
     shared = re.findall(r"^\s*\.shared\s+(?:\.align\s+\d+\s+)?\.b8\s+\S+\[(\d+)\]", ptx, re.M)
     warnings = tuple(
         line for line in log.splitlines() if "warning" in line.lower() or "C75" in line
     )
-    return Resources(int(used[1]), int(frame[1]), int(frame[2]), sum(map(int, shared)), warnings)
+    return Resources(int(used[1]), int(stack), int(spills), sum(map(int, shared)), warnings)
 
 
 def to_cubin(ptx: str, arch: str, ltoir: bytes | None = None) -> tuple[bytes, Resources]:

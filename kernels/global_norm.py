@@ -181,7 +181,7 @@ def norm(grads: Sequence[Any], *, max_norm: float = float("inf")) -> Any:
 
     Sizes must be multiples of 8. ValueError on other sizes or dtypes.
 
-    >>> value, clip, _ = global_norm.norm([g1, g2], max_norm=1.0)
+    >>> total = global_norm.norm([g1, g2], max_norm=1.0)
     """
     if not grads:
         raise ValueError("no gradients were given")

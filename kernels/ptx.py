@@ -233,6 +233,7 @@ cp_wait0 = asm_op(
 )  # until at most 0 groups are in flight
 cp_wait1 = asm_op("cp_wait", "cp.async.wait_group 1;", **_STORE)
 cp_wait2 = asm_op("cp_wait", "cp.async.wait_group 2;", **_STORE)
+cp_wait3 = asm_op("cp_wait", "cp.async.wait_group 3;", **_STORE)
 
 # ---- conversions -------------------------------------------------------------------------------
 bf16x2 = asm_op("bf16x2", "cvt.rn.bf16x2.f32 $0, $2, $1;", "r", "ff")  # (low, high) -> packed
@@ -278,6 +279,9 @@ inc = asm_op("inc", "add.u32 $0, $1, 1;", "r", "r", side=True)
 
 # ---- float32 arithmetic ------------------------------------------------------------------------
 ffma = asm_op("ffma", "fma.rn.f32 $0, $1, $2, $3;", "f", "fff")
+fnma = asm_op(
+    "fnma", "{.reg .f32 t; neg.f32 t, $1; fma.rn.f32 $0, t, $2, $3;}", "f", "fff"
+)  # c - a b
 mul_rn = asm_op("mul_rn", "mul.rn.f32 $0, $1, $2;", "f", "ff")
 add_rn = asm_op("add_rn", "add.rn.f32 $0, $1, $2;", "f", "ff")
 div_rn = asm_op("div_rn", "div.rn.f32 $0, $1, $2;", "f", "ff")

@@ -31,9 +31,12 @@ from numba.cuda import types
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
 from llmq_nb.kernels.column_sum import column_sum_launch
-from llmq_nb.kernels.compile import CompileCase, Options
+from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
+    SIMULATED,
+    cp_commit,
+    cp_wait0,
     ffma,
     ldg32f,
     lds32f,
@@ -43,12 +46,15 @@ from llmq_nb.kernels.ptx import (
     stg32f,
     sts32f,
 )
+from llmq_nb.kernels.ring import ring
 from llmq_nb.kernels.vector import PIECE, vector
 
-THREADS, UNROLL = 256, 4
-BLOCKS = 256
-"""Partial sums of the weight gradients; never a function of the card."""
-OPTIONS = Options(min_blocks=2)  # 256 blocks are one wave of 132 multiprocessors then
+THREADS, UNROLL = 256, 2
+STAGES = 4
+"""Rows of a head that its threads have under way."""
+BLOCKS = 32 if SIMULATED else 512
+"""Partial sums of the weight gradients; never a function of the card. (Simulated blocks cost
+milliseconds.)"""
 ZERO, NO_BITS = np.float32(0.0), np.uint32(0)
 FORWARD_SIGNATURE = (*(types.uint64,) * 5, types.int64, types.float32)
 BACKWARD_SIGNATURE = (*(types.uint64,) * 8, types.int64)
@@ -57,6 +63,11 @@ BACKWARD_SIGNATURE = (*(types.uint64,) * 8, types.int64)
 def lanes_of(D: int) -> int:
     """Threads that share a head."""
     return D // PIECE
+
+
+def ring_bytes(dtype: str) -> int:
+    """Shared memory of the backward pass."""
+    return 2 * STAGES * THREADS * PIECE * vector(dtype).bytes
 
 
 def make_head_sum(LANES: int):
@@ -118,91 +129,99 @@ def make_qk_norm_forward(H: int, G: int, D: int, dtype: str):
 
 
 def make_qk_norm_backward(H: int, G: int, D: int, blocks: int, absmax: bool, dtype: str):
-    """Stage one for one arrangement of heads; arguments: see BACKWARD_SIGNATURE."""
+    """Stage one for one arrangement of heads; arguments: see BACKWARD_SIGNATURE.
+
+    The LANES threads of a head keep it, one row after the other: the grid takes AT_A_TIME rows at a
+    time, and what is left of its last row idles."""
     v = vector(dtype)
-    WORDS, BYTES, load_cs, load_nc, store = v.words, v.bytes, v.load_cs, v.load_nc, v.store
+    WORDS, BYTES, load_nc, store = v.words, v.bytes, v.load_nc, v.store
     low, high, set_pair, track, absmax_update = (
         v.low, v.high, v.set_pair, v.track, v.absmax_update
     )  # fmt: skip
-    LANES, HEADS, NORMED, QUERIES, GRID = lanes_of(D), H + 2 * G, H + G, H, blocks
-    PAIR = 2 if dtype == "bf16" else 1  # heads that a thread has in flight; two of float32 spill
-    STEP, UNITS = PIECE * BYTES, THREADS // LANES  # heads that a block has at a time
-    ROWS_ON, HEADS_ON = divmod(GRID * PAIR * UNITS, HEADS)  # from one head of a thread to its next
-    ABSMAX, WIDTH = absmax, 2 * D
-    CELLS = UNITS * WIDTH
+    LANES, HEADS, NORMED, QUERIES = lanes_of(D), H + 2 * G, H + G, H
+    UNITS = THREADS // LANES  # heads that a block has
+    AT_A_TIME = blocks * UNITS // HEADS
+    STEP, STATISTICS = AT_A_TIME * HEADS * D * BYTES, AT_A_TIME * NORMED * 4
+    ABSMAX = absmax
     INV_D = np.float32(1.0 / D)
     head_sum = make_head_sum(LANES)
+    r_ = ring(dtype, STAGES)
+    copy, take, wait = r_.copy, r_.take, r_.wait
+    ARRAY = THREADS * PIECE * BYTES  # in the ring
+    END = 2 * STAGES * ARRAY
 
-    def qk_norm_backward(dqkv, scratch, slot, dheads, qkv, q_weight, k_weight, rstd, pieces):
+    def qk_norm_backward(dqkv, scratch, slot, dheads, qkv, q_weight, k_weight, rstd, rows):
         t = cuda.threadIdx.x
-        lane = t & (LANES - 1)
-        shared = smem_addr(cuda.shared.array(CELLS, dtype=types.float32))
-        g = cuda.local.array((PAIR, WORDS), dtype=types.uint32)  # dheads, then dqkv
-        x = cuda.local.array((PAIR, WORDS), dtype=types.uint32)
-        w = cuda.local.array((PAIR, WORDS), dtype=types.uint32)
-        r = cuda.local.array(PAIR, dtype=types.float32)
-        head = cuda.local.array(PAIR, dtype=types.int32)
-        row = cuda.local.array(PAIR, dtype=types.int32)
-        dq = cuda.local.array(8, dtype=types.float32)
-        dk = cuda.local.array(8, dtype=types.float32)
+        lane, own = t & (LANES - 1), t // LANES
+        unit = cuda.blockIdx.x * UNITS + own
+        head, row = unit % HEADS, unit // HEADS
+        normed, limit = head < NORMED, rows if row < AT_A_TIME else 0
+        shared = smem_addr(cuda.shared.array(0, dtype=types.uint32))
+        g = cuda.local.array((1, WORDS), dtype=types.uint32)  # dheads, then dqkv
+        x = cuda.local.array((1, WORDS), dtype=types.uint32)
+        w = cuda.local.array((1, WORDS), dtype=types.uint32)
+        dw = cuda.local.array(8, dtype=types.float32)
+        at = (np.int64(unit) * D + lane * PIECE) * BYTES
+        statistic = rstd + (np.int64(row) * NORMED + head) * 4
+        stage = shared + t * PIECE * BYTES
+        for s in range(STAGES):
+            there = row + s * AT_A_TIME < limit
+            copy(stage + 2 * s * ARRAY, dheads + at + s * STEP, there)
+            copy(stage + (2 * s + 1) * ARRAY, qkv + at + s * STEP, there and normed)
+            cp_commit()
+        following = ldg32f(statistic) if row < limit and normed else ZERO  # rstd of the next row
+        load_nc(w, 0, (q_weight if head < QUERIES else k_weight) + lane * PIECE * BYTES, True)
         for k in range(8):
-            dq[k], dk[k] = ZERO, ZERO
+            dw[k] = ZERO
         running = NO_BITS
-        first = np.int64(cuda.blockIdx.x) * (THREADS * PAIR)
-        for u in range(PAIR):
-            unit = (cuda.blockIdx.x * PAIR + u) * UNITS + t // LANES
-            head[u], row[u] = unit % HEADS, unit // HEADS
-        while first < pieces:  # the same for the whole block
-            for u in range(PAIR):
-                i = first + u * THREADS + t
-                inside = i < pieces and head[u] < NORMED
-                load_cs(g, u, dheads + i * STEP, i < pieces)
-                load_cs(x, u, qkv + i * STEP, inside)
-                load_nc(w, u, (q_weight if head[u] < QUERIES else k_weight) + lane * STEP, True)
-                r[u] = ZERO
-                if inside:
-                    r[u] = ldg32f(rstd + (np.int64(row[u]) * NORMED + head[u]) * 4)
-            for u in range(PAIR):
-                i = first + u * THREADS + t
-                total = ZERO
+        first, turn = 0, 0
+        while first < rows:  # the same for every thread
+            statistic += STATISTICS
+            r, there = following, first + row < limit
+            ahead = first + AT_A_TIME + row < limit
+            following = ldg32f(statistic) if ahead and normed else ZERO
+            wait()  # the oldest row is there
+            take(g, 0, stage + turn)
+            take(x, 0, stage + turn + ARRAY)
+            total = ZERO
+            for j in range(4):
+                total = ffma(low(g, 0, j) * low(w, 0, j), low(x, 0, j), total)
+                total = ffma(high(g, 0, j) * high(w, 0, j), high(x, 0, j), total)
+            ahead = first + STAGES * AT_A_TIME + row < limit
+            copy(stage + turn, dheads + at + STAGES * STEP, ahead)
+            copy(stage + turn + ARRAY, qkv + at + STAGES * STEP, ahead and normed)
+            cp_commit()
+            m = -(head_sum(total) * INV_D * r * r)
+            if normed:
                 for j in range(4):
-                    total = ffma(low(g, u, j) * low(w, u, j), low(x, u, j), total)
-                    total = ffma(high(g, u, j) * high(w, u, j), high(x, u, j), total)
-                m = -(head_sum(total) * INV_D * r[u] * r[u])
-                if head[u] < NORMED:
-                    for j in range(4):
-                        p, q = low(g, u, j) * low(x, u, j), high(g, u, j) * high(x, u, j)
-                        if head[u] < QUERIES:
-                            dq[2 * j] = ffma(p, r[u], dq[2 * j])
-                            dq[2 * j + 1] = ffma(q, r[u], dq[2 * j + 1])
-                        else:
-                            dk[2 * j] = ffma(p, r[u], dk[2 * j])
-                            dk[2 * j + 1] = ffma(q, r[u], dk[2 * j + 1])
-                        p = r[u] * ffma(low(g, u, j), low(w, u, j), low(x, u, j) * m)
-                        q = r[u] * ffma(high(g, u, j), high(w, u, j), high(x, u, j) * m)
-                        set_pair(g, u, j, p, q)
-                if ABSMAX:
-                    for j in range(4):
-                        running = track(running, g, u, j)
-                store(dqkv + i * STEP, g, u, i < pieces)
-                head[u], row[u] = head[u] + HEADS_ON, row[u] + ROWS_ON
-                if head[u] >= HEADS:
-                    head[u], row[u] = head[u] - HEADS, row[u] + 1
-            first += np.int64(GRID) * (THREADS * PAIR)
+                    dw[2 * j] = ffma(low(g, 0, j) * low(x, 0, j), r, dw[2 * j])
+                    dw[2 * j + 1] = ffma(high(g, 0, j) * high(x, 0, j), r, dw[2 * j + 1])
+                    p = r * ffma(low(g, 0, j), low(w, 0, j), low(x, 0, j) * m)
+                    q = r * ffma(high(g, 0, j), high(w, 0, j), high(x, 0, j) * m)
+                    set_pair(g, 0, j, p, q)
+            if ABSMAX:
+                for j in range(4):
+                    running = track(running, g, 0, j)
+            store(dqkv + at, g, 0, there)
+            at += STEP
+            first += AT_A_TIME
+            turn = 0 if turn == END - 2 * ARRAY else turn + 2 * ARRAY
         if ABSMAX:
             absmax_update(slot, running)
 
-        cell = shared + ((t // LANES) * WIDTH + lane * PIECE) * 4
+        cp_wait0()
+        cuda.syncthreads()  # nobody copies into the ring any more: it takes the sums
         for k in range(8):
-            sts32f(cell + k * 4, dq[k])
-            sts32f(cell + (D + k) * 4, dk[k])
+            sts32f(shared + (own * D + lane * PIECE + k) * 4, dw[k])
         cuda.syncthreads()  # the sums of every head are there
         column = t
-        while column < WIDTH:
+        while column < 2 * D:  # of the queries, then of the keys
             total = ZERO
             for unit in range(UNITS):
-                total = total + lds32f(shared + (unit * WIDTH + column) * 4)
-            stg32f(scratch + (cuda.blockIdx.x * WIDTH + column) * 4, total)
+                head = (cuda.blockIdx.x * UNITS + unit) % HEADS
+                if (head < QUERIES) == (column < D) and head < NORMED:
+                    total = total + lds32f(shared + (unit * D + column % D) * 4)
+            stg32f(scratch + (cuda.blockIdx.x * (2 * D) + column) * 4, total)
             column += THREADS
 
     return qk_norm_backward
@@ -222,24 +241,20 @@ def qk_norm_forward_launch(
 def qk_norm_backward_launch(
     dqkv: int, dq_weight: int, dk_weight: int, dheads: int, qkv: int, q_weight: int, k_weight: int,
     rstd: int, *, scratch: int, rows: int, H: int, G: int, D: int, accumulate: bool,
-    absmax: int = 0, dtype: str = "bf16", grad_dtype: str = "bf16", blocks: int = BLOCKS,
-    stream: Any,
+    absmax: int = 0, dtype: str = "bf16", grad_dtype: str = "bf16", stream: Any,
 ) -> None:  # fmt: skip
     """Write dqkv (which may be dheads) and write (or add to) the weights' gradients.
 
-    scratch: qk_norm_backward_scratch(D) bytes. blocks: fewer only where a simulator must be quick.
-    """
+    scratch: qk_norm_backward_scratch(D) bytes."""
     k = kernel(
-        make_qk_norm_backward, BACKWARD_SIGNATURE, threads=THREADS, options=OPTIONS, H=H, G=G, D=D,
-        blocks=blocks, absmax=bool(absmax), dtype=dtype,
+        make_qk_norm_backward, BACKWARD_SIGNATURE, threads=THREADS, smem=ring_bytes(dtype),
+        H=H, G=G, D=D, blocks=BLOCKS, absmax=bool(absmax), dtype=dtype,
     )  # fmt: skip
-    pieces = rows * (H + 2 * G) * lanes_of(D)
-    k(stream, (blocks,), dqkv, scratch, absmax, dheads, qkv, q_weight, k_weight, rstd, pieces)
-    for out, offset in ((dq_weight, 0), (dk_weight, 4 * D)):
-        column_sum_launch(
-            out, scratch + offset, partials=blocks, columns=D, stride=2 * D,
-            accumulate=accumulate, dtype=grad_dtype, stream=stream,
-        )  # fmt: skip
+    k(stream, (BLOCKS,), dqkv, scratch, absmax, dheads, qkv, q_weight, k_weight, rstd, rows)
+    column_sum_launch(
+        dq_weight, scratch, partials=BLOCKS, columns=2 * D, stride=2 * D, second=dk_weight,
+        split=D, accumulate=accumulate, dtype=grad_dtype, stream=stream,
+    )  # fmt: skip
 
 
 def qk_norm_backward_scratch(D: int) -> int:
@@ -355,7 +370,7 @@ COMPILE_CASES = [
         {"H": H, "G": G, "D": D, "blocks": BLOCKS, "absmax": True, "dtype": d},
         BACKWARD_SIGNATURE,
         THREADS,
-        options=OPTIONS,
+        smem=ring_bytes(d),
     )
     for H, G, D in _SHAPES
     for d in ("bf16", "fp32")

@@ -32,7 +32,9 @@ from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import ffma, ldg32, ldg128f_nc
 from llmq_nb.kernels.vector import PIECE, vector
 
-THREADS, HEADS = 256, 4
+THREADS = 128
+HEADS = 2
+"""Heads that a thread rotates with one set of cos and sin."""
 SIGNATURE = (*(types.uint64,) * 4, types.int64, types.int32)
 
 
@@ -55,6 +57,14 @@ def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
             rest = i - row * ROW_THREADS
             group = rest // PAIRS
             column = (rest - group * PAIRS) * PIECE
+            a = cuda.local.array((HEADS, WORDS), dtype=types.uint32)
+            b = cuda.local.array((HEADS, WORDS), dtype=types.uint32)
+            first = qkv + (row * ROW + group * (HEADS * D) + column) * BYTES
+            for h in range(HEADS):
+                inside = group * HEADS + h < ROTATED
+                load(a, h, first + h * D * BYTES, inside)
+                load(b, h, first + (h * D + HALF) * BYTES, inside)
+            # only now: the tables wait for the position, and nothing may wait behind them
             position = row % T - np.int32(ldg32(segment_start + row * 4))
             table = (position * HALF + column) * 4
             c = cuda.local.array(8, dtype=types.float32)
@@ -63,13 +73,6 @@ def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
             c[4], c[5], c[6], c[7] = ldg128f_nc(cos + table + 16)
             s[0], s[1], s[2], s[3] = ldg128f_nc(sin + table)
             s[4], s[5], s[6], s[7] = ldg128f_nc(sin + table + 16)
-            a = cuda.local.array((HEADS, WORDS), dtype=types.uint32)
-            b = cuda.local.array((HEADS, WORDS), dtype=types.uint32)
-            first = qkv + (row * ROW + group * (HEADS * D) + column) * BYTES
-            for h in range(HEADS):
-                inside = group * HEADS + h < ROTATED
-                load(a, h, first + h * D * BYTES, inside)
-                load(b, h, first + (h * D + HALF) * BYTES, inside)
             for h in range(HEADS):
                 inside = group * HEADS + h < ROTATED
                 for j in range(4):
@@ -191,7 +194,8 @@ def rope_ref(
 
 COMPILE_CASES = [
     CompileCase(
-        make_rope, {"H": H, "G": G, "D": D, "backward": b, "dtype": dtype}, SIGNATURE, THREADS
+        make_rope, {"H": H, "G": G, "D": D, "backward": b, "dtype": dtype}, SIGNATURE,
+        THREADS,
     )
     for H, G, D, b, dtype in (
         (14, 2, 64, False, "bf16"), (12, 2, 128, True, "bf16"), (14, 2, 64, True, "fp32")

@@ -215,6 +215,10 @@ def ffma(a: Any, b: Any, c: Any) -> np.float32:
     return np.float32(np.float64(_f32(a)) * np.float64(_f32(b)) + np.float64(_f32(c)))
 
 
+def fnma(a: Any, b: Any, c: Any) -> np.float32:
+    return ffma(-_f32(a), b, c)
+
+
 def mul_rn(a: Any, b: Any) -> np.float32:
     return _f32(a) * _f32(b)
 

@@ -164,7 +164,7 @@ def _kernels() -> list[dict[str, Any]]:
     if not folder.is_dir():
         mend = "run it from a checkout of the repository"
         raise UserError("the kernel benches are not installed", where="bench kernels", mend=mend)
-    table = Table("kernel", "case", "us", "GB/s", "% of copy")
+    table = Table("kernel", "case", "us", "GB/s", "% of copy", "% of equal copy")
     rows: list[dict[str, Any]] = []
     for file in sorted(folder.glob("bench_*.py")):
         if file.stem in ("bench_data", "bench_attention"):
@@ -176,9 +176,10 @@ def _kernels() -> list[dict[str, Any]]:
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     known = ("kernel", "seconds", "quartiles", "gb_per_s", "percent_of_copy", "copy_gb_per_s")
     for row in rows:
-        hidden = (*known, "device", "driver", "numba_cuda", "commit")
+        hidden = (*known, "percent_of_equal_copy", "device", "driver", "numba_cuda", "commit")
         case = " ".join(f"{k}={v}" for k, v in row.items() if k not in hidden)
-        figures = (row["seconds"] * 1e6, row["gb_per_s"], row["percent_of_copy"])
+        percents = (row["percent_of_copy"], row["percent_of_equal_copy"])
+        figures = (row["seconds"] * 1e6, row["gb_per_s"], *percents)
         table.add_row(row["kernel"], case, *(f"{x:.1f}" for x in figures))
     Console(width=140).print(table)
     return rows

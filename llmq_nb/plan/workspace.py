@@ -11,6 +11,7 @@ from llmq_nb.config import Config
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.attention import attention_scratch_bytes
 from llmq_nb.kernels.bias import bias_backward_scratch
+from llmq_nb.kernels.embedding import embedding_backward_scratch
 from llmq_nb.kernels.global_norm import CHUNK
 from llmq_nb.kernels.matmul import WORKSPACE_BYTES
 from llmq_nb.kernels.qk_norm import qk_norm_backward_scratch
@@ -99,6 +100,7 @@ def scratch_bytes(config: Config, model: ModelConfig) -> int:
     B, T = config.batch.micro_batch, config.batch.seq_len
     sizes = [
         attention_scratch_bytes(B, T, model.H),
+        embedding_backward_scratch(B * T, model.C),
         rmsnorm_backward_scratch(model.C),
         bias_backward_scratch(model.qkv_rows),
         4 * sum(norm_chunks(model)),

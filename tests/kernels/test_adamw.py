@@ -133,15 +133,40 @@ def check(
     assert_within(got["master"], p, absolute=bound, what="master")
 
 
-def check_not_finite(device: Device, master: str, copy: bool) -> None:
-    formats = {"master": master, "m": "fp32", "v": "fp32", "grad": "bf16"}
-    state = inputs(100, **formats)
+def check_not_finite(device: Device, master: str, m: str, v: str, copy: bool, n: int) -> None:
+    """Nothing is written but the absmax, from a cleared slot: that of the old weight."""
+    formats = {"master": master, "m": m, "v": v, "grad": "bf16"}
+    state = inputs(n, **formats)
     state["weight"] = state["master"].astype(STORAGE["bf16"])
     state["grad"][3] = np.nan
     got, absmax = run(device, state, formats, copy, finite=0.0)
     for name, array in state.items():
         np.testing.assert_array_equal(got[name].view(np.uint8), array.view(np.uint8))
-    assert absmax == np.abs(state["weight"].astype(np.float32)).max()
+    kept = state["weight" if copy else "master"]
+    assert absmax == np.abs(kept.astype(np.float32)).max()
+
+
+def check_quotients(device: Device, n: int, step: int) -> None:
+    """(m / c1) / (sqrt(v / c2) + epsilon) is NumPy's for every mantissa of v (step 1), for random
+    m, and for what overflows, vanishes or is no number."""
+    rng = np.random.default_rng(n)
+    v = (np.uint32(0x3F000000) + step * np.arange(n, dtype=np.uint32)).view(np.float32)
+    m = (rng.uniform(1, 2, n) * 2.0 ** rng.integers(-60, 60, n)).astype(np.float32)
+    m[:64] = np.resize(np.float32([0, 1, -2.5, 1e-25, 3e38, -3e38, np.inf, np.nan]), 64)
+    v[:64] = np.repeat(np.float32([0, 1, 1e-25, 3e38, np.inf, np.nan, 2.0**-99, 0.5]), 8)
+    c1, c2, epsilon = np.float32(0.37), np.float32(0.81), np.float32(1e-8)
+    words = np.array([1.0, 0.0, c1, c2], np.float32).view(np.uint32).tolist() + [0]
+    master, grad = device.zeros((n,), np.float32), device.zeros((n,), np.float32)
+    adamw.adamw_launch(
+        master.address, 0, device.put(m).address, device.put(v).address, grad.address, n=n,
+        scalars=device.put(np.array(words, np.uint32)).address,
+        total=device.put(np.ones(3, np.float32)).address, beta1=1.0, beta2=1.0,
+        epsilon=float(epsilon), decay=0.0, seed=0, tensor=0, grad_dtype="fp32",
+        stream=device.stream,
+    )  # fmt: skip
+    with np.errstate(all="ignore"):
+        want = -((m / c1) / (np.sqrt(v / c2) + epsilon))
+    np.testing.assert_array_equal(master.numpy(), want)
 
 
 def check_user_function(device: Device) -> None:
@@ -187,9 +212,22 @@ def test_sizes_and_shards_simulated() -> None:
     run_sim(check, n=1100, cuts=(1024,), **{**bf16, "m": "e4m3"})
 
 
-def test_not_finite_simulated() -> None:
-    run_sim(check_not_finite, master="fp32", copy=True)
-    run_sim(check_not_finite, master="bf16", copy=False)
+NOT_FINITE: list[dict[str, Any]] = [
+    {"master": "fp32", "m": "fp32", "v": "fp32", "copy": True, "n": 100},
+    {"master": "fp32", "m": "fp32", "v": "fp32", "copy": False, "n": 2061},
+    {"master": "bf16", "m": "bf16", "v": "bf16", "copy": False, "n": 2061},
+    {"master": "bf16", "m": "e4m3", "v": "bf16", "copy": False, "n": 1100},
+    {"master": "fp32", "m": "e4m3", "v": "fp32", "copy": True, "n": 13},
+]
+
+
+@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
+def test_not_finite_simulated(case: dict[str, Any]) -> None:
+    run_sim(check_not_finite, **case)
+
+
+def test_quotients_simulated() -> None:
+    run_sim(check_quotients, n=2048, step=8191)
 
 
 def test_user_function_simulated() -> None:
@@ -205,6 +243,11 @@ def test_update(gpu: Device, formats: tuple[str, str, str, str, bool], n: int) -
 
 @pytest.mark.gpu
 def test_not_finite_and_user_function(gpu: Device) -> None:
-    check_not_finite(gpu, "fp32", True)
-    check_not_finite(gpu, "bf16", False)
+    for case in NOT_FINITE:
+        check_not_finite(gpu, **case)
     check_user_function(gpu)
+
+
+@pytest.mark.gpu
+def test_quotients_of_every_mantissa(gpu: Device) -> None:
+    check_quotients(gpu, n=1 << 24, step=1)  # two binades: even and odd exponents

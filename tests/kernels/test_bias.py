@@ -14,7 +14,7 @@ ROUNDING = {"bf16": U16, "fp32": 0.0}
 
 def check(
     device: Device, N: int, M: int, accumulate: bool, dtype: str = "bf16",
-    grad_dtype: str = "bf16", partials: int = PARTIALS, runs: int = 2,
+    grad_dtype: str = "bf16", runs: int = 2,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(N)
     dy = (rng.standard_normal((N, M)) * 2.0 ** rng.integers(-6, 6, (1, M))).astype(DTYPES[dtype])
@@ -25,7 +25,7 @@ def check(
         scratch = device.empty((bias_backward_scratch(M) // 4,), np.float32)
         bias.bias_backward_launch(
             dbias.address, dy_.address, scratch=scratch.address, rows=N, M=M,
-            accumulate=accumulate, dtype=dtype, grad_dtype=grad_dtype, partials=partials,
+            accumulate=accumulate, dtype=dtype, grad_dtype=grad_dtype,
             stream=device.stream,
         )  # fmt: skip
         results.append(dbias.numpy())
@@ -33,7 +33,7 @@ def check(
     want, size = bias_backward_ref(dy), bias_backward_ref(np.abs(dy.astype(np.float64)))
     if accumulate:
         want, size = want + old.astype(np.float64), size + np.abs(old.astype(np.float64))
-    adds = N / (8 * partials) + 8 + partials / 32 + 33
+    adds = N / (8 * PARTIALS) + 8 + PARTIALS / 32 + 33
     assert_within(results[0], want, relative=ROUNDING[grad_dtype], absolute=adds * U32 * size)
 
 
@@ -48,7 +48,7 @@ def check_user_function(device: Device) -> None:
 
 # 300 rows, 32 groups: a second row for a warp of a group. 264: two blocks of columns.
 def test_simulated() -> None:
-    run_sim(check, N=300, M=264, accumulate=True, partials=32, runs=1)
+    run_sim(check, N=300, M=264, accumulate=True, runs=1)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from llmq_nb.kernels.compile import COMMON_SHARED_BYTES, TARGETS, CompileCase, compile_kernel
+from llmq_nb.kernels.compile import (
+    COMMON_SHARED_BYTES,
+    TARGETS,
+    CompileCase,
+    Resources,
+    _resources,
+    compile_kernel,
+)
 from tests.kernels.harness import all_compile_cases
 
 CASES = all_compile_cases()
@@ -57,3 +64,19 @@ def test_names_are_unique() -> None:
 
 def test_allowances_name_kernels_that_exist() -> None:
     assert set(ALLOWED) <= {name for name, _ in CASES}
+
+
+def test_resources_of_either_log() -> None:
+    """nvJitLink 13.0 has left out ptxas's lines where two processes compiled the same at once."""
+    short = (
+        "info    : 8 bytes gmem\ninfo    : Function properties for 'k':\n"
+        "info    : used 18 registers, used 0 barriers, 16 stack, 0 bytes smem, 0 bytes lmem\n"
+    )
+    full = (
+        "ptxas         .     16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
+        "ptxas info    : Used 18 registers, used 0 barriers\n"
+    )
+    assert _resources("", short) == Resources(18, 16, 0, 0)
+    assert _resources("", full + short) == Resources(18, 16, 12, 0)
+    with pytest.raises(RuntimeError, match="no resources"):
+        _resources("", "nothing")

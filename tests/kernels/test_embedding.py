@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from llmq_nb.kernels import embedding
-from llmq_nb.kernels.embedding import embedding_backward_ref
+from llmq_nb.kernels.embedding import SEGMENT, WARPS, embedding_backward_ref
 from tests.kernels.harness import U16, U32, Device, assert_within, run_sim
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}
@@ -17,6 +17,25 @@ def draw(N: int, V: int) -> np.ndarray:
     tokens = np.where(rng.random(N) < 0.5, V // 2, rng.integers(0, V, N)).astype(np.int32)
     tokens[[0, -1]] = V - 1, 0
     return tokens
+
+
+def cut_sums(dx: np.ndarray, tokens: np.ndarray, order: np.ndarray, V: int) -> np.ndarray:
+    """float32 row sums as the docstring of embedding.py has them, with plain loops."""
+    ordered, sums = tokens[order], np.zeros((V, dx.shape[1]), np.float32)
+    for token in np.unique(ordered):
+        run = np.flatnonzero(ordered == token)
+        begin, end = run[0], run[-1] + 1
+        edges = [begin, *(b for b in range(0, end, SEGMENT) if b - SEGMENT >= begin), end]
+        pieces = np.zeros((len(edges) - 1, dx.shape[1]), np.float32)
+        for piece, first, last in zip(pieces, edges, edges[1:], strict=False):
+            for n in order[first:last]:
+                piece += dx[n]
+        shares = np.zeros((WARPS, dx.shape[1]), np.float32)
+        for p, piece in enumerate(pieces):
+            shares[p % WARPS] += piece
+        for share in shares:
+            sums[token] += share
+    return sums
 
 
 def check_forward(device: Device, N: int, C: int, V: int, dtype: str = "bf16") -> None:
@@ -36,22 +55,20 @@ def check_forward(device: Device, N: int, C: int, V: int, dtype: str = "bf16") -
 
 def check_backward(
     device: Device, N: int, C: int, V: int, accumulate: bool, dtype: str = "bf16",
-    grad_dtype: str = "bf16",
+    grad_dtype: str = "bf16", tokens: np.ndarray | None = None,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(2)
     dx = (rng.standard_normal((N, C)) * 2.0 ** rng.integers(-4, 4, (N, 1))).astype(DTYPES[dtype])
     old = rng.standard_normal((V, C)).astype(DTYPES[grad_dtype])
-    tokens = draw(N, V)
+    tokens = draw(N, V) if tokens is None else tokens
     order = np.argsort(tokens, kind="stable").astype(np.int32)
-    dtable = device.put(old)
+    dtable, scratch = device.put(old), device.empty((-(-N // SEGMENT), C), np.float32)
     embedding.embedding_backward_launch(
         dtable.address, device.put(dx).address, device.put(tokens).address,
-        device.put(order).address, rows=N, C=C, V=V, accumulate=accumulate, dtype=dtype,
-        grad_dtype=grad_dtype, stream=device.stream,
+        device.put(order).address, scratch=scratch.address, rows=N, C=C, V=V, accumulate=accumulate,
+        dtype=dtype, grad_dtype=grad_dtype, stream=device.stream,
     )  # fmt: skip
-    sums = np.zeros((V, C), np.float32)
-    for n, token in enumerate(tokens):
-        sums[token] += dx[n].astype(np.float32)
+    sums = cut_sums(dx.astype(np.float32), tokens, order, V)
     if accumulate:
         touched = np.unique(tokens)
         want = old.copy()
@@ -67,6 +84,41 @@ def check_backward(
     adds = np.bincount(tokens, minlength=V)[:, None] + 1
     rounding = U16 if grad_dtype == "bf16" else 0.0
     assert_within(got, reference, relative=rounding, absolute=adds * U32 * size)
+
+
+def runs(*lengths: int) -> np.ndarray:
+    """Tokens whose ordered runs have these lengths, shuffled."""
+    tokens = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return np.random.default_rng(4).permutation(tokens)
+
+
+# runs that begin and end at, before and after segment borders; whole segments; one token alone
+RUNS = [(64,), (31, 1, 33), (32, 32, 1), (31, 34, 70), (1, 63, 33, 31), (33, 95, 5), (400,)]
+
+
+def check_runs(device: Device, lengths: tuple[int, ...], accumulate: bool) -> None:
+    check_backward(device, sum(lengths), 16, len(lengths), accumulate, tokens=runs(*lengths))
+
+
+def random_lengths(seed: int) -> tuple[int, ...]:
+    """Runs of a few rows, of about a segment, of two or more."""
+    rng = np.random.default_rng(seed)
+    about = rng.choice([2, SEGMENT, 2 * SEGMENT, 5 * SEGMENT], 12, p=[0.5, 0.2, 0.2, 0.1])
+    return tuple(int(n) for n in np.maximum(1, about + rng.integers(-1, 2, 12)))
+
+
+def check_unknown_tokens(device: Device, N: int) -> None:
+    """Long runs of tokens outside the vocabulary leave the table as it is."""
+    dx, old = np.ones((N, 16), DTYPES["bf16"]), np.full((3, 16), 2.0, DTYPES["bf16"])
+    tokens = np.where(np.arange(N) < N // 2, -1, 3).astype(np.int32)
+    order = np.argsort(tokens, kind="stable").astype(np.int32)
+    dtable, scratch = device.put(old), device.empty((-(-N // SEGMENT), 16), np.float32)
+    embedding.embedding_backward_launch(
+        dtable.address, device.put(dx).address, device.put(tokens).address,
+        device.put(order).address, scratch=scratch.address, rows=N, C=16, V=3, accumulate=True,
+        stream=device.stream,
+    )  # fmt: skip
+    np.testing.assert_array_equal(dtable.numpy(), old)
 
 
 def check_user_functions(device: Device) -> None:
@@ -103,6 +155,15 @@ def test_backward_simulated(N: int, C: int, V: int, accumulate: bool) -> None:
     run_sim(check_backward, N=N, C=C, V=V, accumulate=accumulate)
 
 
+@pytest.mark.parametrize("lengths", [*RUNS, random_lengths(0), random_lengths(1)], ids=str)
+def test_runs_simulated(lengths: tuple[int, ...]) -> None:
+    run_sim(check_runs, lengths=lengths, accumulate=len(lengths) != 3)
+
+
+def test_unknown_tokens_simulated() -> None:
+    run_sim(check_unknown_tokens, N=150)
+
+
 def test_backward_fp32_simulated() -> None:
     run_sim(check_backward, N=20, C=16, V=9, accumulate=True, grad_dtype="fp32")
     run_sim(check_backward, N=20, C=16, V=9, accumulate=False, dtype="fp32", grad_dtype="fp32")
@@ -122,3 +183,11 @@ def test_both(gpu: Device, N: int, C: int, V: int, dtype: str) -> None:
             check_backward(gpu, N, C, V, accumulate, dtype, dtype)
             check_backward(gpu, N, C, V, accumulate, dtype, "fp32")
     check_user_functions(gpu)
+    for lengths in [*RUNS, *map(random_lengths, range(40))]:
+        check_runs(gpu, lengths, accumulate=True)
+    check_unknown_tokens(gpu, 1000)
+
+
+@pytest.mark.gpu
+def test_one_token_is_the_whole_batch(gpu: Device) -> None:
+    check_backward(gpu, 3001, 896, 5, True, tokens=np.full(3001, 3, np.int32))

@@ -52,7 +52,7 @@ def check_forward(device: Device, N: int, H: int, G: int, D: int, dtype: str = "
 
 def check_backward(
     device: Device, N: int, H: int, G: int, D: int, accumulate: bool = False, dtype: str = "bf16",
-    grad_dtype: str = "bf16", blocks: int = BLOCKS, runs: int = 2,
+    grad_dtype: str = "bf16", runs: int = 2,
 ) -> None:  # fmt: skip
     qkv, dheads = (random(s, (N, (H + 2 * G) * D), dtype) for s in (0, 3))
     wq, wk = random(1, (D,), dtype), random(2, (D,), dtype)
@@ -68,7 +68,7 @@ def check_backward(
         qk_norm.qk_norm_backward_launch(
             dqkv.address, dq.address, dk.address, *inputs, scratch=scratch.address, rows=N, H=H,
             G=G, D=D, accumulate=accumulate, absmax=slot.address, dtype=dtype,
-            grad_dtype=grad_dtype, blocks=blocks, stream=device.stream,
+            grad_dtype=grad_dtype, stream=device.stream,
         )  # fmt: skip
         results.append([b.numpy() for b in (dqkv, dq, dk, slot)])
     assert [a.tobytes() for a in results[0]] == [a.tobytes() for a in results[-1]]
@@ -84,7 +84,7 @@ def check_backward(
     values = dheads.reshape(N, -1, D)[:, H + G :]
     assert got[:, H + G :].tobytes() == values.tobytes()
     assert absmax[0] == np.abs(got.astype(np.float32)).max()
-    adds = N * (H + 2 * G) * D / (8 * THREADS * blocks) + 4 + 8 * THREADS / D + 16 + 33
+    adds = N * (H + 2 * G) * D / (8 * THREADS * BLOCKS) + 4 + 8 * THREADS / D + 16 + 33
     for result, wanted, before, heads in (
         (got_q, want_q, old[0], slice(0, H)),
         (got_k, want_k, old[1], slice(H, H + G)),
@@ -131,7 +131,7 @@ def check_user_backward(device: Device) -> None:
 def test_simulated(N: int, H: int, G: int, D: int) -> None:
     run_sim(check_forward, N=N, H=H, G=G, D=D)
     if D < 256:  # 16 blocks of 1024 threads for the weights' gradients: too slow to simulate
-        run_sim(check_backward, N=N, H=H, G=G, D=D, accumulate=N > 1, blocks=32, runs=1)
+        run_sim(check_backward, N=N, H=H, G=G, D=D, accumulate=N > 1, runs=1)
 
 
 def test_fp32_simulated() -> None:

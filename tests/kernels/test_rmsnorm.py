@@ -9,7 +9,7 @@ import pytest
 
 from llmq_nb.kernels import rmsnorm, rmsnorm_backward
 from llmq_nb.kernels.rmsnorm import lanes_of, rmsnorm_forward_ref
-from llmq_nb.kernels.rmsnorm_backward import BLOCKS, rmsnorm_backward_ref, rows_of, threads_of
+from llmq_nb.kernels.rmsnorm_backward import rmsnorm_backward_ref, tile_of
 from tests.kernels.harness import U16, U32, Device, assert_within, run_sim
 
 BF16 = ml_dtypes.bfloat16
@@ -79,7 +79,7 @@ def check_backward(
     size = r * (product + np.abs(x64) * r * r * (product * np.abs(x64)).mean(-1, keepdims=True))
     if dresidual is not None:
         size = size + np.abs(dresidual.astype(np.float64))
-    terms = C / threads_of(C) + 8 + 5 + threads_of(C) / 32 + 8
+    terms = C / tile_of(C, dtype).threads + 8 + 5 + tile_of(C, dtype).threads / 32 + 8
     assert_within(
         dx.numpy(), dx_ref, relative=ROUNDING[dtype], absolute=terms * U32 * size, what="dx"
     )
@@ -87,7 +87,7 @@ def check_backward(
     if accumulate:
         dweight_ref = dweight_ref + old.astype(np.float64)
     sums = np.abs(dy64 * x64 * r).sum(0) + np.abs(old.astype(np.float64))
-    adds = (N / BLOCKS + rows_of(C) + 50 + 4) * U32
+    adds = (N / tile_of(C).blocks + tile_of(C).rows + 50 + 4) * U32
     assert_within(
         dweight.numpy(), dweight_ref, relative=ROUNDING[grad_dtype], absolute=adds * sums, what="dw"
     )
@@ -128,7 +128,7 @@ def check_repeats_bitwise(device: Device, N: int, C: int) -> None:
     results = []
     for _ in range(2):
         dx, dweight = device.empty((N, C), BF16), device.empty((C,), BF16)
-        scratch = device.empty((BLOCKS * C,), np.float32)
+        scratch = device.empty((tile_of(C).blocks * C,), np.float32)
         rmsnorm_backward.rmsnorm_backward_launch(
             dx.address, dweight.address, dy.address, 0, x.address, weight.address, rstd.address,
             scratch=scratch.address, rows=N, C=C, accumulate=False, stream=device.stream,

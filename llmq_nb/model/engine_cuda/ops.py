@@ -114,8 +114,8 @@ class CudaOps:
     ) -> None:
         rows, C = dx.shape
         embedding.embedding_backward_launch(
-            dtable.data, dx.data, tokens.data, order.data, rows=rows, C=C, V=dtable.shape[0],
-            accumulate=accumulate, grad_dtype=dtable.dtype, **self._common(dx),
+            dtable.data, dx.data, tokens.data, order.data, scratch=self._scratch, rows=rows, C=C,
+            V=dtable.shape[0], accumulate=accumulate, grad_dtype=dtable.dtype, **self._common(dx),
         )  # fmt: skip
 
     def rmsnorm(self, y: Tensor, rstd: Tensor, x: Tensor, weight: Tensor) -> None:
