@@ -223,9 +223,9 @@ def _compile(task: tuple[int, str, Tiles]) -> None:
         if kernel == "forward":
             launch_forward(256, 256, 256, 256, 256, p, tiles, 0)
         elif kernel == "dkdv":
-            launch_dkdv(256, 256, 2 * D, 256, 256, (256,) * 3, p, tiles.dkdv, 0)
+            launch_dkdv(256, 256, 2 * D, 256, 256, (256, 256, 256), p, tiles.dkdv, 0)
         elif kernel == "dq":
-            launch_dq(256, 2 * D, 256, 256, (256,) * 3, p, tiles.dq, 0)
+            launch_dq(256, 2 * D, 256, 256, (256, 256, 256), p, tiles.dq, 0)
 
 
 def compile_all(every: bool) -> None:
