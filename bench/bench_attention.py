@@ -1,19 +1,21 @@
 """Attention forward and backward in TFLOP/s, causal (half the square counted): forward 2 B H T T D,
 backward 5 B H T T D; beside PyTorch's flash and cuDNN backends where torch is installed.
 
-    python -m bench.bench_attention [--case 1.5B/4096 ...] [--tiles] [--swath 8 32 128]
+    python -m bench.bench_attention [--case 1.5B/4096 ...] [--tiles] [--compile]
 
-Each figure is the median of 20 single launches after 5 warm-ups, the L2 cache as the launch before
-left it (a layer's kernels find their inputs there too). --tiles times every tile shape of every
-kernel, --swath (MiB) the order of blocks. PyTorch's times contain its host path and allocations.
+A figure is the median of RUNS replays of a CUDA graph of LAUNCHES launches, each divided by
+LAUNCHES, ours and PyTorch's: no host path and no launch gap inside. The L2 cache is as the launch
+before left it (a layer's kernels find their inputs there too). --tiles times every shape of every
+kernel that the card can run; --compile first fills the kernel cache in parallel processes.
 One JSON line a figure.
 """
 
 import argparse
-import contextlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -21,17 +23,22 @@ import numpy as np
 
 from bench.harness import Bench
 from llmq_nb.core import device as core
-from llmq_nb.kernels import (
-    attention,
-    attention_hopper,
-    attention_hopper_backward,
-    attention_hopper_dkdv,
-    attention_hopper_tiles,
-    attention_tiles,
+from llmq_nb.core.graph import capture
+from llmq_nb.kernels import attention, attention_backward
+from llmq_nb.kernels.attention import attention_backward_flops, attention_flops
+from llmq_nb.kernels.attention_hopper_tiles import CC
+from llmq_nb.kernels.attention_launch import (
+    Tiles,
+    candidates,
+    default_tiles,
+    launch_dkdv,
+    launch_dq,
+    launch_forward,
 )
-from llmq_nb.kernels.attention import Tiles, attention_backward_flops, attention_flops
+from llmq_nb.kernels.attention_tiles import Problem
+from llmq_nb.kernels.launch import preparing
 
-WARM_UPS, RUNS = 5, 20
+LAUNCHES, WARM_UPS, RUNS = 10, 2, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class Ours:
     def __init__(self, bench: Bench, case: Case) -> None:
         B, T, H, G, D = case.B, case.T, case.H, case.G, case.D
         bf16 = ml_dtypes.bfloat16
-        self.bench, self.case = bench, case
+        self.bench, self.case, self.kept = bench, case, len(bench.addresses)
         self.qkv = bench.random((B, T, H + 2 * G, D), bf16)
         self.dqkv = bench.empty(B * T * (H + 2 * G) * D * 2)
         self.dout = bench.random((B, T, H, D), bf16)
@@ -73,51 +80,110 @@ class Ours:
         self.stats = bench.empty(attention.attention_scratch_bytes(B, T, H))
         step = case.document or T
         starts = np.tile((np.arange(T) // step * step).astype(np.int32), (B, 1))
-        self.starts = bench.put(starts)
-        self.shape: dict[str, Any] = {"B": B, "T": T, "H": H, "G": G, "D": D}
+        stride = (H + 2 * G) * D * 2
+        self.problem = Problem(B, T, H, G, D, stride, stride, bench.put(starts))
+        self.flops = {
+            "forward": attention_flops(B, T, H, D),
+            "backward": attention_backward_flops(B, T, H, D),
+            "statistics": 0,
+            "dkdv": 4 * attention_flops(B, T, H, D) // 2,
+            "dq": 3 * attention_flops(B, T, H, D) // 2,
+        }
 
-    def forward(self, tiles: Tiles | None = None) -> None:
-        attention.attention_launch(
-            self.out, self.lse, self.qkv, self.starts, **self.shape, tiles=tiles,
-            stream=self.bench.stream,
-        )  # fmt: skip
+    def close(self) -> None:
+        for address in self.bench.addresses[self.kept :]:
+            core.free(address)
+        del self.bench.addresses[self.kept :]
 
-    def backward(self, tiles: Tiles | None = None) -> None:
-        attention.attention_backward_launch(
-            self.dqkv, self.stats, self.dout, self.out, self.lse, self.qkv, self.starts,
-            **self.shape, tiles=tiles, stream=self.bench.stream,
-        )  # fmt: skip
+    def launch(self, kernel: str, tiles: Tiles) -> None:
+        """forward, backward (its three kernels), statistics, dkdv or dq."""
+        p, stream = self.problem, self.bench.stream
+        row = p.D * 2
+        q, k, v = (self.qkv + n * row for n in (0, p.H, p.H + p.G))
+        if kernel == "forward":
+            launch_forward(self.out, self.lse, q, k, v, p, tiles, stream)
+        if kernel in ("statistics", "backward"):
+            attention_backward.statistics_launch(
+                self.stats, self.out, self.dout, self.lse, B=p.B, T=p.T, H=p.H, D=p.D,
+                stream=stream,
+            )  # fmt: skip
+        if kernel in ("dkdv", "backward"):
+            dk, dv = self.dqkv + p.H * row, self.dqkv + (p.H + p.G) * row
+            launch_dkdv(
+                dk, dv, p.kv_stride, self.stats, self.dout, (q, k, v), p, tiles.dkdv, stream
+            )
+        if kernel in ("dq", "backward"):
+            launch_dq(self.dqkv, p.q_stride, self.stats, self.dout, (q, k, v), p, tiles.dq, stream)
+
+    def seconds(self, kernel: str, tiles: Tiles) -> np.ndarray:
+        """Of one launch, RUNS times."""
+        self.launch(kernel, tiles)  # loads it and copies tensor maps
+        core.synchronize_stream(self.bench.stream)
+
+        def work() -> None:
+            for _ in range(LAUNCHES):
+                self.launch(kernel, tiles)
+
+        graph = capture(self.bench.stream, work, name=kernel)
+        times = []
+        for _ in range(WARM_UPS + RUNS):
+            core.record_event(self.bench.events[0], self.bench.stream)
+            graph.launch(self.bench.stream)
+            core.record_event(self.bench.events[1], self.bench.stream)
+            times.append(core.elapsed_seconds(*self.bench.events) / LAUNCHES)
+        graph.close()
+        return np.array(times[WARM_UPS:])
 
 
-def seconds(bench: Bench, launch: Callable[[], None]) -> np.ndarray:
-    times = []
-    for _ in range(WARM_UPS + RUNS):
-        core.record_event(bench.events[0], bench.stream)
-        launch()
-        core.record_event(bench.events[1], bench.stream)
-        times.append(core.elapsed_seconds(*bench.events))
-    return np.array(times[WARM_UPS:])
-
-
-def report(name: str, case: str, what: str, times: np.ndarray, flops: int, **more: Any) -> None:
+def report(name: str, case: str, what: str, times: np.ndarray, flops: int) -> None:
     low, middle, high = np.percentile(times, [25, 50, 75])
     line = {
-        "kernel": name, "case": case, "what": what, **more, "us": round(middle * 1e6, 1),
+        "kernel": name, "case": case, "what": what, "us": round(middle * 1e6, 1),
         "tflop_per_s": round(flops / middle / 1e12, 1),
         "quartiles": [round(flops / high / 1e12, 1), round(flops / low / 1e12, 1)],
     }  # fmt: skip
     print(json.dumps(line), flush=True)
 
 
-def time_ours(bench: Bench, name: str, case: Case, options: list[tuple[str, Tiles | None]]) -> None:
+def time_ours(bench: Bench, name: str, case: Case, every: bool) -> None:
+    """The default, mma.sync where that is not the default, and with `every` each shape alone."""
     ours = Ours(bench, case)
-    shape = case.B, case.T, case.H, case.D
-    for label, tiles in options:
-        ours.forward(tiles)
-        forward = seconds(bench, lambda tiles=tiles: ours.forward(tiles))
-        backward = seconds(bench, lambda tiles=tiles: ours.backward(tiles))
-        report("forward", name, label, forward, attention_flops(*shape))
-        report("backward", name, label, backward, attention_backward_flops(*shape))
+    cc = bench.device.cc
+    default, mma = default_tiles(case.D, cc), default_tiles(case.D, (8, 0))
+    ours.launch("forward", default)  # out and lse for the backward
+    for label, tiles in [("default", default)] + [("mma.sync", mma)] * (cc == CC):
+        for kernel in ours.flops:
+            report(kernel, name, label, ours.seconds(kernel, tiles), ours.flops[kernel])
+    if every:
+        for kernel, shapes in candidates(case.D, cc).items():
+            for shape in shapes[1:]:
+                tiles = replace(default, **{kernel: shape})
+                report(kernel, name, str(shape), ours.seconds(kernel, tiles), ours.flops[kernel])
+    ours.close()
+
+
+# ---- PyTorch -----------------------------------------------------------------------------------
+def torch_seconds(torch: Any, run: Callable[[], Any]) -> np.ndarray:
+    """Of one call: replays of a captured graph of LAUNCHES calls."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for _ in range(LAUNCHES):
+            run()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    times = []
+    for _ in range(WARM_UPS + RUNS):
+        events[0].record()
+        graph.replay()
+        events[1].record()
+        events[1].synchronize()
+        times.append(events[0].elapsed_time(events[1]) / 1e3 / LAUNCHES)
+    return np.array(times[WARM_UPS:])
 
 
 def time_torch(torch: Any, name: str, case: Case) -> None:
@@ -128,18 +194,6 @@ def time_torch(torch: Any, name: str, case: Case) -> None:
     qkv = torch.randn(B, T, H + 2 * G, D, device="cuda", dtype=torch.bfloat16)
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in qkv.split([H, G, G], dim=2))
     dout = torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-
-    def timed(run: Callable[[], Any]) -> np.ndarray:
-        times = []
-        for _ in range(WARM_UPS + RUNS):
-            events[0].record()
-            run()
-            events[1].record()
-            events[1].synchronize()
-            times.append(events[0].elapsed_time(events[1]) / 1e3)
-        return np.array(times[WARM_UPS:])
-
     attend = torch.nn.functional.scaled_dot_product_attention
     run = lambda: attend(q, k, v, is_causal=True, enable_gqa=H != G)  # noqa: E731
     for label, backend in (
@@ -147,10 +201,11 @@ def time_torch(torch: Any, name: str, case: Case) -> None:
     ):  # fmt: skip
         with sdpa_kernel([backend]):
             try:
+                forward = torch_seconds(torch, run)
                 out = run()
-                forward = timed(run)
-                backward = timed(
-                    lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+                backward = torch_seconds(
+                    torch,
+                    lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
                 )
             except RuntimeError as error:
                 print(json.dumps({"case": name, "what": label, "error": str(error)[:200]}))
@@ -159,75 +214,50 @@ def time_torch(torch: Any, name: str, case: Case) -> None:
         report("backward", name, label, backward, attention_backward_flops(B, T, H, D))
 
 
-def options(D: int, cc: tuple[int, int], every: bool) -> list[tuple[str, Tiles | None]]:
-    """Labelled tile shapes: the default, mma.sync beside wgmma, and with `every` each candidate."""
-    found: list[tuple[str, Tiles | None]] = [("default", attention.default_tiles(D, cc))]
-    if cc == attention_hopper_tiles.CC:
-        found = [("wgmma", None), ("mma.sync", attention.default_tiles(D, (8, 0)))]
-    if every:
-        found += [(str(tiles), tiles) for tiles in attention.candidate_tiles(D)]
-    return found
+# ---- kernel cache ------------------------------------------------------------------------------
+def _compile(task: tuple[int, str, Tiles]) -> None:
+    D, kernel, tiles = task
+    core.open_device(0)
+    p = Problem(1, 1, 1, 1, D, 2 * D, 2 * D, 256)
+    with preparing():
+        if kernel == "forward":
+            launch_forward(256, 256, 256, 256, 256, p, tiles, 0)
+        elif kernel == "dkdv":
+            launch_dkdv(256, 256, 2 * D, 256, 256, (256, 256, 256), p, tiles.dkdv, 0)
+        elif kernel == "dq":
+            launch_dq(256, 2 * D, 256, 256, (256, 256, 256), p, tiles.dq, 0)
 
 
-@contextlib.contextmanager
-def swath(mebibytes: int) -> Iterator[None]:
-    before = attention_tiles.SWATH_BYTES
-    attention_tiles.SWATH_BYTES = mebibytes << 20
-    yield
-    attention_tiles.SWATH_BYTES = before
-
-
-@contextlib.contextmanager
-def shapes(forward: int, dkdv: int, dq: tuple[int, int]) -> Iterator[None]:
-    """Other warpgroup counts of the wgmma kernels, D = 64."""
-    tables: list[dict[int, Any]] = [
-        attention_hopper.CONSUMERS,
-        attention_hopper_dkdv.CONSUMERS,
-        attention_hopper_backward.SHAPES,
-    ]
-    before = [table[64] for table in tables]
-    for table, value in zip(tables, (forward, dkdv, dq), strict=True):
-        table[64] = value
-    yield
-    for table, value in zip(tables, before, strict=True):
-        table[64] = value
+def compile_all(every: bool) -> None:
+    """Fill the kernel cache for D = 64 and 128, a process a kernel."""
+    cc = core.open_device(0).cc
+    tasks = []
+    for D in attention.HEAD_DIMS:
+        default, mma = default_tiles(D, cc), default_tiles(D, (8, 0))
+        for kernel, shapes in candidates(D, cc).items():
+            chosen = shapes if every else [getattr(default, kernel), getattr(mma, kernel)]
+            tasks += [(D, kernel, replace(default, **{kernel: shape})) for shape in chosen]
+    with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
+        pool.map(_compile, tasks, chunksize=1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs="*", default=list(cases()), choices=list(cases()))
     parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--swath", nargs="*", type=int, default=[])
-    parser.add_argument("--no-wgmma", action="store_true")
-    parser.add_argument("--waves", action="store_true", help="wgmma, a block for every item")
-    parser.add_argument("--shapes", action="store_true", help="wgmma at D = 64")
+    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
+    if arguments.compile:
+        compile_all(arguments.tiles)
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
         torch = None
     with Bench("attention") as bench:
-        cc = (8, 0) if arguments.no_wgmma else bench.device.cc
         for name in arguments.case:
-            case = cases()[name]
-            kept = len(bench.addresses)
-            time_ours(bench, name, case, options(case.D, cc, arguments.tiles))
-            for size in arguments.swath:
-                with swath(size):
-                    time_ours(bench, name, case, [(f"swath {size} MiB", None)])
-            if arguments.waves:
-                attention_hopper_tiles.PERSISTENT = False
-                time_ours(bench, name, case, [("not persistent", None)])
-                attention_hopper_tiles.PERSISTENT = True
-            if arguments.shapes and case.D == 64:
-                for other in ((2, 2, (2, 128)), (3, 3, (2, 64))):
-                    with shapes(*other):
-                        time_ours(bench, name, case, [(f"shapes {other}", None)])
-            for address in bench.addresses[kept:]:
-                core.free(address)
-            del bench.addresses[kept:]
-            if torch is not None and not case.document:
-                time_torch(torch, name, case)
+            time_ours(bench, name, cases()[name], arguments.tiles)
+            if torch is not None and not cases()[name].document:
+                time_torch(torch, name, cases()[name])
 
 
 if __name__ == "__main__":

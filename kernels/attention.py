@@ -21,178 +21,27 @@ Errors   bfloat16: P and dS carry 2^-8 relative each, out and gradients round on
          exact to the score's float32 rounding, about 1e-6. No atomics: bitwise reproducible.
 Cost     attention_flops, attention_backward_flops. Scratch: two float32 rows a head, backward only.
 Where    attention_forward, attention_backward, attention_dkdv: mma.sync, every card from sm_80;
-         attention_hopper, attention_hopper_backward, attention_hopper_dkdv: wgmma and TMA, sm_90.
+         attention_hopper, attention_hopper_backward, attention_hopper_dkdv: wgmma and TMA, sm_90;
+         attention_launch chooses.
 Source   Dao 2023, arXiv:2307.08691; Ainslie et al. 2023, arXiv:2305.13245. Written from the
          equations.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from llmq_nb.core.dtype import DType
-from llmq_nb.kernels import (
-    attention_backward,
-    attention_dkdv,
-    attention_forward,
-    attention_hopper,
-    attention_hopper_backward,
-    attention_simt,
-)
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
 from llmq_nb.kernels.attention_backward import padded_length
-from llmq_nb.kernels.attention_hopper_tiles import CC
-from llmq_nb.kernels.attention_tiles import Problem, Tile
-from llmq_nb.kernels.compile import Options
-from llmq_nb.kernels.launch import cdiv, kernel
-from llmq_nb.kernels.ptx import SIMULATED
+from llmq_nb.kernels.attention_launch import Tiles, launch_backward, launch_forward
+from llmq_nb.kernels.attention_tiles import Problem
 
 HEAD_DIMS = (64, 128)
-LOG2E = math.log2(math.e)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Tile shape of each kernel: what `compile --tune` chooses and the resolved config keeps."""
-
-    forward: Tile
-    dkdv: Tile
-    dq: Tile
-    wgmma_forward: bool = False
-    """Take the sm_90 kernel instead (its tile is fixed by D; causal only)."""
-    wgmma_backward: bool = False
-
-
-def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
-    """Tile shapes for a compute capability without tuning: two blocks a multiprocessor where it has
-    100 KB of shared memory (8.6, 8.9, 12.x), the largest elsewhere."""
-    small = cc not in ((8, 0), (9, 0), (10, 0))
-    pick = -1 if small else 0
-    return Tiles(
-        forward=attention_forward.TILES[D][1 if small else 0],
-        dkdv=attention_dkdv.TILES[D][pick],
-        dq=attention_backward.TILES[D][pick],
-        wgmma_forward=cc == CC,
-        wgmma_backward=cc == CC,
-    )
-
-
-def candidate_tiles(D: int) -> list[Tiles]:
-    """Every shape of every kernel at least once, for tuning (the kernels are timed one by one)."""
-    shapes = attention_forward.TILES[D], attention_dkdv.TILES[D], attention_backward.TILES[D]
-    padded = [
-        [kind[min(i, len(kind) - 1)] for i in range(max(map(len, shapes)))] for kind in shapes
-    ]
-    return [Tiles(*row) for row in zip(*padded, strict=True)]
-
-
-def _tiles(tiles: Tiles | None, D: int) -> Tiles:
-    if tiles is not None:
-        return tiles
-    if SIMULATED:
-        return default_tiles(D, (8, 0))
-    from llmq_nb.core.device import current_device
-
-    return default_tiles(D, current_device().cc)
 
 
 # ---- launches ----------------------------------------------------------------------------------
-def _forward(
-    out: int, lse: int, q: int, k: int, v: int, p: Problem, tiles: Tiles | None, stream: Any
-) -> None:
-    if p.B * p.T == 0:
-        return
-    if p.dtype is DType.FP32:
-        launch = kernel(
-            attention_simt.make_attention_forward_fp32, attention_simt.FORWARD_SIGNATURE,
-            attention_simt.THREADS, D=p.D,
-        )  # fmt: skip
-        rows = p.B * p.H * p.T
-        launch(
-            stream, (cdiv(rows, attention_simt.THREADS // 32),), out, lse, q, k, v,
-            p.segment_start, rows, p.T, p.H, p.group, p.q_stride, p.kv_stride, int(p.causal),
-            p.scale,
-        )  # fmt: skip
-        return
-    chosen = _tiles(tiles, p.D)
-    if chosen.wgmma_forward and p.causal:
-        attention_hopper.forward_launch(out, lse, q, k, v, p, stream)
-        return
-    tile = chosen.forward
-    launch = kernel(
-        attention_forward.make_attention_forward, attention_forward.SIGNATURE, tile.warps * 32,
-        attention_forward.shared_bytes(p.D, tile), Options(min_blocks=tile.blocks),
-        **attention_forward.constants(p.D, tile, causal=p.causal),
-    )  # fmt: skip
-    heads, count = p.B * p.H, cdiv(p.T, tile.queries)
-    launch(
-        stream, (heads * count,), out, lse, q, k, v, p.segment_start, heads, p.T, p.H, p.group,
-        count, p.swath(2) * p.group, p.q_stride, p.kv_stride, p.scale * LOG2E,
-    )  # fmt: skip
-
-
-def _backward_fp32(
-    gradients: tuple[int, int, int], strides: tuple[int, int], inputs: tuple[int, ...],
-    p: Problem, stream: Any,
-) -> None:  # fmt: skip
-    dq, dk, dv = gradients
-    simt = attention_simt
-    for factory, signature, outputs, stride, heads in (
-        (simt.make_attention_dq_fp32, simt.DQ_SIGNATURE, (dq,), strides[0], p.H),
-        (simt.make_attention_dkdv_fp32, simt.DKDV_SIGNATURE, (dk, dv), strides[1], p.G),
-    ):
-        launch = kernel(factory, signature, simt.THREADS, D=p.D)
-        rows = p.B * heads * p.T
-        launch(
-            stream, (cdiv(rows, simt.THREADS // 32),), *outputs, *inputs, p.segment_start, rows,
-            p.T, p.H, p.group, p.q_stride, p.kv_stride, stride, int(p.causal), p.scale,
-        )  # fmt: skip
-
-
-def _backward(
-    gradients: tuple[int, int, int], strides: tuple[int, int], stats: int, dout: int, out: int,
-    lse: int, qkv: tuple[int, int, int], p: Problem, tiles: Tiles | None, stream: Any,
-) -> None:  # fmt: skip
-    if p.B * p.T == 0:
-        return
-    if p.dtype is DType.FP32:
-        _backward_fp32(gradients, strides, (*qkv, dout, out, lse), p, stream)
-        return
-    dq, dk, dv = gradients
-    chosen, padded = _tiles(tiles, p.D), padded_length(p.T)
-    attention_backward.statistics_launch(
-        stats, out, dout, lse, B=p.B, T=p.T, H=p.H, D=p.D, stream=stream
-    )
-    if chosen.wgmma_backward and p.causal:
-        attention_hopper_backward.backward_launch(gradients, strides, stats, dout, qkv, p, stream)
-        return
-    inputs = (*qkv, dout, stats, p.segment_start)
-    tile = chosen.dkdv
-    launch = kernel(
-        attention_dkdv.make_attention_dkdv, attention_dkdv.SIGNATURE, tile.warps * 32,
-        attention_dkdv.shared_bytes(p.D, tile), Options(min_blocks=tile.blocks),
-        **attention_backward.constants(p.D, tile, causal=p.causal),
-    )  # fmt: skip
-    heads, count = p.B * p.G, cdiv(p.T, tile.keys)
-    launch(
-        stream, (heads * count,), dk, dv, *inputs, heads, p.T, padded, p.H, p.group, count,
-        p.swath(2 * p.group), p.q_stride, p.kv_stride, strides[1], p.scale, p.scale * LOG2E,
-    )  # fmt: skip
-    tile = chosen.dq
-    launch = kernel(
-        attention_backward.make_attention_dq, attention_backward.DQ_SIGNATURE, tile.warps * 32,
-        attention_backward.shared_bytes(p.D, tile), Options(min_blocks=tile.blocks),
-        **attention_backward.constants(p.D, tile, causal=p.causal),
-    )  # fmt: skip
-    heads, count = p.B * p.H, cdiv(p.T, tile.queries)
-    launch(
-        stream, (heads * count,), dq, *inputs, heads, p.T, padded, p.H, p.group, count,
-        p.swath(2) * p.group, p.q_stride, p.kv_stride, strides[0], p.scale, p.scale * LOG2E,
-    )  # fmt: skip
-
-
 def _packed(qkv: int, H: int, G: int, D: int, dtype: DType) -> tuple[int, int, int]:
     """Addresses of q, k, v in rows [q; k; v]."""
     size = D * dtype.itemsize
@@ -206,7 +55,7 @@ def attention_launch(
     """Write out and lse from packed qkv (device addresses; segment_start 0: one document)."""
     stride = (H + 2 * G) * D * dtype.itemsize
     problem = Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
-    _forward(out, lse, *_packed(qkv, H, G, D, dtype), problem, tiles, stream)
+    launch_forward(out, lse, *_packed(qkv, H, G, D, dtype), problem, tiles, stream)
 
 
 def attention_backward_launch(
@@ -217,7 +66,7 @@ def attention_backward_launch(
     """Write dqkv, packed like qkv. stats: attention_scratch_bytes of scratch (bfloat16 only)."""
     stride = (H + 2 * G) * D * dtype.itemsize
     problem = Problem(B, T, H, G, D, stride, stride, segment_start, True, dtype)
-    _backward(
+    launch_backward(
         _packed(dqkv, H, G, D, dtype), (stride, stride), stats, dout, out, lse,
         _packed(qkv, H, G, D, dtype), problem, tiles, stream,
     )  # fmt: skip
@@ -267,7 +116,7 @@ def forward(
     out = empty_like(x)
     lse = empty_like(x, shape=(problem.B, problem.H, problem.T), dtype=DType.FP32)
     addresses = describe(out, dtype=x.dtype).address, describe(lse, dtype=DType.FP32).address
-    _forward(*addresses, x.address, y.address, z.address, problem, None, current_stream(x))
+    launch_forward(*addresses, x.address, y.address, z.address, problem, None, current_stream(x))
     return out, lse
 
 
@@ -285,7 +134,7 @@ def backward(
     shape = (problem.B, problem.H, 2, padded_length(problem.T))
     stats = empty_like(x, shape=shape, dtype=DType.FP32)
     dq, dk, dv = (describe(g, dtype=x.dtype).address for g in gradients)
-    _backward(
+    launch_backward(
         (dq, dk, dv), (problem.q_stride, problem.kv_stride),
         describe(stats, dtype=DType.FP32).address, dout.address, out.address, lse.address,
         (x.address, y.address, z.address), problem, None, current_stream(x),

@@ -3,10 +3,13 @@ r"""Attention forward on wgmma and TMA, for sm_90 (equations: attention.py; caus
 One producer warp fetches tiles by TMA; CONSUMERS warpgroups own 64 query rows each. S = Q K^T of a
 tile is issued with the last tile's P V, which then runs under the softmax of S. K and V have two
 stages each; every consumer thread frees a stage on its empty barrier (one arrival a warp would be a
-race with the other lanes' reads). A block takes item after item (QUERIES rows of a head).
+race with the other lanes' reads). A block takes item after item (QUERIES rows of a head). With
+ORDER the warpgroups take turns at issuing products, so that one's softmax runs under another's
+products.
 
 Two rules keep ptxas from serialising the wgmma: every operand register is final before the first
-wgmma of a stage (pins), and P is packed from S only after P V has ended.
+wgmma of a stage (pins), and P is packed from S only after P V has ended. A third (`settle`) keeps
+it from waiting for P V before the softmax.
 
 Shapes   as attention_forward; 4-D tensor maps (D, heads, T, B), so that rows beyond T read as zero.
 Source   Shah et al. 2024, arXiv:2407.08608 (producer and consumers, overlapped softmax). Written
@@ -26,6 +29,8 @@ from llmq_nb.kernels.attention_hopper_tiles import (
     OPTIONS,
     REGISTERS,
     WARPGROUP_HALF,
+    Wgmma,
+    block_threads,
     descriptor,
     head_map,
     make_copy_half_rows,
@@ -52,16 +57,19 @@ from llmq_nb.kernels.attention_tiles import (
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
+    bar_sync,
     ex2,
     ffma,
     fmax,
     lg2,
     rcp,
+    shfl_idx,
     smem_addr,
     stg32f,
     syncwarp,
 )
 from llmq_nb.kernels.ptx_hopper import (
+    bar_arrive,
     fence_async,
     make_pin,
     make_set_registers,
@@ -71,14 +79,26 @@ from llmq_nb.kernels.ptx_hopper import (
     mbar_expect,
     mbar_init,
     mbar_wait,
+    settle,
     wgmma_commit,
 )
 from llmq_nb.kernels.reduce import quad_max, quad_sum
 
 SIGNATURE = (types.uint64,) * 6 + (types.int32,) * 6 + (types.float32,)
-KEYS = 128
-CONSUMERS = {64: 3, 128: 2}
-"""Warpgroups of 64 queries, by head_dim: as many as the registers hold."""
+SHAPES = {
+    64: [
+        Wgmma(3, 128),
+        Wgmma(3, 128, True),
+        Wgmma(2, 128),
+        Wgmma(2, 128, True),
+        Wgmma(3, 96),
+        Wgmma(3, 96, True),
+        Wgmma(3, 64),
+        Wgmma(4, 64),
+    ],
+    128: [Wgmma(2, 128), Wgmma(2, 128, True)],
+}
+"""By head_dim; the first is the default."""
 
 
 def make_softmax_hopper(COLUMNS: int):
@@ -108,7 +128,7 @@ def make_softmax_hopper(COLUMNS: int):
     return softmax
 
 
-def make_attention_forward_hopper(D: int, CONSUMERS: int):
+def make_attention_forward_hopper(D: int, CONSUMERS: int, KEYS: int, ORDER: bool):
     """Kernel for CONSUMERS warpgroups; arguments: addresses, tensor maps, extents."""
     QUERIES = 64 * CONSUMERS
     HALVES = D // 64
@@ -120,6 +140,8 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
     ARRIVALS = 128 * CONSUMERS
     ACC = D // 2
     D8 = D // 8
+    SCORES = KEYS // 2
+    PAIRS = KEYS // 4
     N_MAJOR = n_major(KV_HALF)
     item_of = make_item(QUERIES, KEYS)
     release = make_set_registers(REGISTERS[CONSUMERS][0], increase=False)
@@ -128,17 +150,17 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
     load_kv = make_load_halves(D, KV_HALF)
     scores = make_product(D, KEYS, Q_HALF, KV_HALF)
     accumulate = make_product_registers(D, KEYS)
-    pack = make_pack(32)
+    pack = make_pack(PAIRS)
     mask = make_mask_hopper(KEYS)
     softmax = make_softmax_hopper(KEYS)
     stage_rows = make_stage_half_rows(D, Q_HALF)
     copy_rows = make_copy_half_rows(D, Q_HALF)
-    fence_scores = make_wgmma_fence(64)
+    fence_scores = make_wgmma_fence(SCORES)
     fence_acc = make_wgmma_fence(ACC)
-    wait_scores = make_wgmma_wait(64, 1)
-    wait_first = make_wgmma_wait(64, 0)
+    wait_scores = make_wgmma_wait(SCORES, 1)
+    wait_first = make_wgmma_wait(SCORES, 0)
     wait_acc = make_wgmma_wait(ACC, 0)
-    pin_p = make_pin(32, "r")
+    pin_p = make_pin(PAIRS, "r")
     pin_acc = make_pin(ACC)
 
     def attention_forward_hopper(
@@ -154,8 +176,9 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
         q_empty = np.uint32(q_full + 40)
         k_empty = np.uint32(q_full + 48)
         v_empty = np.uint32(q_full + 64)
+        dump = np.uint32(q_full + 80)
         tid = cuda.threadIdx.x
-        warp = tid >> 5
+        warp = shfl_idx(tid >> 5, 0)
         lane = tid & 31
         if tid == 0:
             for i in range(5):
@@ -194,15 +217,19 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
                     work = next_work(item)
         else:
             take()
-            wg = warp >> 2
+            wg = np.int64(warp >> 2)
+            own_turn = wg + 1  # named barriers: this warpgroup may issue, the next one may
+            next_turn = 1 if wg == CONSUMERS - 1 else wg + 2
+            if ORDER and wg == CONSUMERS - 1:
+                bar_arrive(next_turn, 256)
             acc = cuda.local.array(ACC, dtype=np.float32)
-            s = cuda.local.array(64, dtype=np.float32)
-            p = cuda.local.array(32, dtype=np.uint32)
+            s = cuda.local.array(SCORES, dtype=np.float32)
+            p = cuda.local.array(PAIRS, dtype=np.uint32)
             largest = cuda.local.array(2, dtype=np.float32)
             total = cuda.local.array(2, dtype=np.float32)
             shrink = cuda.local.array(2, dtype=np.float32)
             starts = cuda.local.array(2, dtype=np.int32)
-            tile_row = wg * 64 + (warp & 3) * 16 + (lane >> 2)
+            tile_row = np.int32(wg * 64 + (warp & 3) * 16 + (lane >> 2))
             query = descriptor(K_MAJOR, sq + wg * WARPGROUP_HALF)
             key = descriptor(K_MAJOR, sk)
             value = descriptor(N_MAJOR, sv)
@@ -210,82 +237,98 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
             while work < heads * tiles:
                 b, h, m0, n_last, count = item_of(work, segment_start, heads, T, H, tiles, swath)
                 base = np.int64(b) * T
+                own = m0 + wg * 64
                 for i in range(ACC):
                     acc[i] = ZERO
-                for i in range(64):
+                for i in range(SCORES):
                     s[i] = ZERO
                 for r in range(2):
                     largest[r] = FIRST_MAXIMUM
                     total[r] = ZERO
-                    starts[r] = first_key(segment_start, base + min(m0 + tile_row + r * 8, T - 1))
-                mixed = first_key(segment_start, base + min(m0 + wg * 64 + 63, T - 1))
-                # the tile with this warpgroup's diagonal; a tile above it is only released
-                skip = n_last - min(m0 + wg * 64, T - 1) // KEYS
-                stage = turn & 1
-                if skip > 0:
+                    starts[r] = first_key(segment_start, base + max(m0 + tile_row + r * 8, 0))
+                mixed = first_key(segment_start, base + max(own + 63, 0))
+                # tiles above this warpgroup's last row are only released
+                skip = count
+                if own + 63 >= 0:
+                    skip = n_last - divide(own + 63, KEYS)
+                for _ in range(skip):
+                    stage = turn & 1
+                    if ORDER:
+                        bar_sync(own_turn, 256)
+                        bar_arrive(next_turn, 256)
                     mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
                     mbar_wait(v_full + stage * 8, (turn >> 1) & 1)
                     mbar_arrive(k_empty + stage * 8)
                     mbar_arrive(v_empty + stage * 8)
                     turn = np.uint32(turn + 1)
-                    stage = turn & 1
                 mbar_wait(q_full, item & 1)
-                mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
-                fence_scores(s)
-                scores(s, query, key + stage * STAGE)
-                wgmma_commit()
-                wait_first(s)
-                mbar_arrive(k_empty + stage * 8)
-                mask(s, (n_last - skip) * KEYS + column, m0 + tile_row, starts)
-                softmax(s, largest, total, shrink, scale_log2)
-                pack(s, p)
-                for n in range(n_last - skip - 1, n_last - count, -1):
-                    before = turn & 1
-                    parity = (turn >> 1) & 1
-                    turn = np.uint32(turn + 1)
+                if skip < count:
                     stage = turn & 1
                     mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
-                    mbar_wait(v_full + before * 8, parity)
-                    pin_acc(acc)
-                    pin_p(p)
+                    if ORDER:
+                        bar_sync(own_turn, 256)
                     fence_scores(s)
-                    scores(s, query, key + stage * STAGE)
+                    scores(s, query, np.uint32(key + stage * STAGE))
                     wgmma_commit()
-                    accumulate(acc, p, value + before * STAGE)
-                    wgmma_commit()
-                    wait_scores(s)
+                    if ORDER:
+                        bar_arrive(next_turn, 256)
+                    wait_first(s)
                     mbar_arrive(k_empty + stage * 8)
-                    if n * KEYS < mixed:
-                        mask(s, n * KEYS + column, m0 + tile_row, starts)
+                    mask(s, (n_last - skip) * KEYS + column, m0 + tile_row, starts)
                     softmax(s, largest, total, shrink, scale_log2)
-                    wait_acc(acc)
-                    pin_p(p)  # P is read until here: keeps the next P in other registers
-                    mbar_arrive(v_empty + before * 8)
-                    for j in range(D8):
-                        for c in range(4):
-                            acc[4 * j + c] = acc[4 * j + c] * shrink[c >> 1]
                     pack(s, p)
+                    for n in range(n_last - skip - 1, n_last - count, -1):
+                        before = turn & 1
+                        parity = (turn >> 1) & 1
+                        turn = np.uint32(turn + 1)
+                        stage = turn & 1
+                        mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
+                        mbar_wait(v_full + before * 8, parity)
+                        if ORDER:
+                            bar_sync(own_turn, 256)
+                        pin_acc(acc)
+                        pin_p(p)
+                        fence_scores(s)
+                        scores(s, query, np.uint32(key + stage * STAGE))
+                        wgmma_commit()
+                        accumulate(acc, p, np.uint32(value + before * STAGE))
+                        wgmma_commit()
+                        if ORDER:
+                            bar_arrive(next_turn, 256)
+                        wait_scores(s)
+                        mbar_arrive(k_empty + stage * 8)
+                        if n * KEYS < mixed or n * KEYS + KEYS > own + 1:
+                            mask(s, n * KEYS + column, m0 + tile_row, starts)
+                        softmax(s, largest, total, shrink, scale_log2)
+                        settle(total[0] + total[1], dump)
+                        wait_acc(acc)
+                        pin_p(p)  # P is read until here: keeps the next P in other registers
+                        mbar_arrive(v_empty + before * 8)
+                        for j in range(D8):
+                            for c in range(4):
+                                acc[4 * j + c] = acc[4 * j + c] * shrink[c >> 1]
+                        pack(s, p)
+                    before = turn & 1
+                    mbar_wait(v_full + before * 8, (turn >> 1) & 1)
+                    pin_p(p)
+                    fence_acc(acc)
+                    accumulate(acc, p, np.uint32(value + before * STAGE))
+                    wgmma_commit()
+                    wait_acc(acc)
+                    mbar_arrive(v_empty + before * 8)
+                    turn = np.uint32(turn + 1)
                 mbar_arrive(q_empty)
-                before = turn & 1
-                mbar_wait(v_full + before * 8, (turn >> 1) & 1)
-                pin_p(p)
-                fence_acc(acc)
-                accumulate(acc, p, value + before * STAGE)
-                wgmma_commit()
-                wait_acc(acc)
-                mbar_arrive(v_empty + before * 8)
-                turn = np.uint32(turn + 1)
 
                 for r in range(2):
-                    row = tile_row + r * 8
+                    row = m0 + tile_row + r * 8
                     t = quad_sum(total[r])
-                    if (lane & 3) == 0 and m0 + row < T:
+                    if (lane & 3) == 0 and row >= 0:
                         result = (largest[r] * scale_log2 + lg2(t)) * LN2
-                        stg32f(lse + ((np.int64(b) * H + h) * T + m0 + row) * 4, result)
-                    stage_rows(so, acc, r, row, rcp(t))
+                        stg32f(lse + ((np.int64(b) * H + h) * T + row) * 4, result)
+                    stage_rows(so, acc, r, tile_row + r * 8, rcp(t))
                 syncwarp()
                 target = out + ((base + m0) * H + h) * (2 * D)
-                copy_rows(target, H * (2 * D), so, wg * 64 + (warp & 3) * 16, T - m0)
+                copy_rows(target, H * (2 * D), so, wg * 64 + (warp & 3) * 16, -m0, QUERIES)
                 syncwarp()  # the staged rows have been read
                 item += 1
                 work = next_work(item)
@@ -293,37 +336,38 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int):
     return attention_forward_hopper
 
 
-def shared_bytes(D: int) -> int:
+def _constants(D: int, tile: Wgmma) -> dict[str, int]:
+    return {"D": D, "CONSUMERS": tile.warpgroups, "KEYS": tile.columns, "ORDER": tile.variant}
+
+
+def shared_bytes(D: int, tile: Wgmma) -> int:
     """Dynamic shared memory a block: alignment, Q and out, two stages of K and V, ten barriers."""
-    return 1024 + 2 * D * (128 * CONSUMERS[D] + 4 * KEYS) + 80
+    return 1024 + 2 * D * (128 * tile.warpgroups + 4 * tile.columns) + 96
 
 
-def forward_launch(out: int, lse: int, q: int, k: int, v: int, p: Problem, stream: Any) -> None:
+def forward_launch(
+    out: int, lse: int, q: int, k: int, v: int, p: Problem, tile: Wgmma, stream: Any
+) -> None:
     """Write out and lse (addresses); the problem must be causal and bfloat16."""
-    consumers = CONSUMERS[p.D]
     launch = kernel(
-        make_attention_forward_hopper, SIGNATURE, 128 * (consumers + 1), shared_bytes(p.D), OPTIONS,
-        D=p.D, CONSUMERS=consumers,
+        make_attention_forward_hopper, SIGNATURE, block_threads(tile), shared_bytes(p.D, tile),
+        OPTIONS, **_constants(p.D, tile),
     )  # fmt: skip
-    heads, count = p.B * p.H, cdiv(p.T, 64 * consumers)
+    rows = 64 * tile.warpgroups
+    heads, count = p.B * p.H, cdiv(p.T, rows)
     launch(
         stream, (persistent_grid(heads * count),), out, lse,
-        head_map(q, p.H, p.q_stride, 64 * consumers, p),
-        head_map(k, p.G, p.kv_stride, KEYS, p), head_map(v, p.G, p.kv_stride, KEYS, p),
-        p.segment_start, heads, p.T, p.H, p.group, count, p.swath(2) * p.group,
-        p.scale * float(LOG2E),
+        head_map(q, p.H, p.q_stride, rows, p), head_map(k, p.G, p.kv_stride, tile.columns, p),
+        head_map(v, p.G, p.kv_stride, tile.columns, p), p.segment_start, heads, p.T, p.H, p.group,
+        count, p.swath(2) * p.group, p.scale * float(LOG2E),
     )  # fmt: skip
 
 
 COMPILE_CASES = [
     CompileCase(
-        make_attention_forward_hopper,
-        {"D": D, "CONSUMERS": consumers},
-        SIGNATURE,
-        128 * (consumers + 1),
-        shared_bytes(D),
-        OPTIONS,
-        only_cc=CC,
+        make_attention_forward_hopper, _constants(D, tile), SIGNATURE, block_threads(tile),
+        shared_bytes(D, tile), OPTIONS, only_cc=CC,
     )
-    for D, consumers in CONSUMERS.items()
-]
+    for D, tiles in SHAPES.items()
+    for tile in tiles
+]  # fmt: skip

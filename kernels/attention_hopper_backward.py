@@ -1,9 +1,9 @@
-r"""Attention backward on wgmma and TMA, for sm_90: dQ, and both launches (equations: attention.py;
-causal only).
+r"""Attention backward on wgmma and TMA, for sm_90: dQ (equations: attention.py; causal only).
 
 As attention_backward's dq: a block takes item after item (64 queries a warpgroup of one head) and
 walks its key tiles. One producer warp fetches by TMA; a warpgroup skips the tiles that lie above
-its own diagonal.
+its own diagonal. S and dP of a tile are issued with dQ of the tile before, which then runs under
+their arithmetic.
 
 Shapes   as attention_backward; rows beyond T read as zero (4-D tensor maps).
 Source   Shah et al. 2024, arXiv:2407.08608; Dao 2023, arXiv:2307.08691, algorithm 2.
@@ -15,7 +15,6 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from llmq_nb.kernels import attention_hopper_dkdv as dkdv
 from llmq_nb.kernels.attention_backward import padded_length
 from llmq_nb.kernels.attention_hopper_tiles import (
     CC,
@@ -24,8 +23,10 @@ from llmq_nb.kernels.attention_hopper_tiles import (
     OPTIONS,
     REGISTERS,
     WARPGROUP_HALF,
+    Wgmma,
+    block_threads,
     descriptor,
-    head_map,
+    input_maps,
     make_copy_half_rows,
     make_item,
     make_load_halves,
@@ -41,11 +42,12 @@ from llmq_nb.kernels.attention_hopper_tiles import (
 from llmq_nb.kernels.attention_tiles import LOG2E, ZERO, Problem, divide, first_key
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
-from llmq_nb.kernels.ptx import ex2, ffma, ldg32f, smem_addr, syncwarp
+from llmq_nb.kernels.ptx import ex2, ffma, ldg32f, shfl_idx, smem_addr, syncwarp
 from llmq_nb.kernels.ptx_hopper import (
     fence_async,
     make_pin,
     make_set_registers,
+    make_settle,
     make_wgmma_fence,
     make_wgmma_wait,
     mbar_arrive,
@@ -56,9 +58,13 @@ from llmq_nb.kernels.ptx_hopper import (
 )
 
 SIGNATURE = (types.uint64,) * 7 + (types.int32,) * 8 + (types.float32,) * 2
-SHAPES = {64: (3, 64), 128: (2, 64)}
-"""(Warpgroups of 64 queries, keys of a tile), by head_dim."""
-STAGES = 2
+SHAPES = {
+    64: [Wgmma(3, 64), Wgmma(2, 64), Wgmma(2, 128)],
+    128: [Wgmma(2, 64)],
+}
+"""By head_dim; the first is the default."""
+STAGE_BITS = 2
+STAGES = 1 << STAGE_BITS
 
 
 def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
@@ -76,6 +82,7 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
     ACC = D // 2
     SCORES = KEYS // 2
     PAIRS = KEYS // 4
+    LAST_STAGE = STAGES - 1
     N_MAJOR = n_major(KV_HALF)
     item_of = make_item(BLOCK_ROWS, KEYS)
     release = make_set_registers(REGISTERS[CONSUMERS][0], increase=False)
@@ -92,8 +99,21 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
     fence_acc = make_wgmma_fence(ACC)
     wait_s = make_wgmma_wait(SCORES, 1)
     wait_dp = make_wgmma_wait(SCORES, 0)
+    wait_s_of_three = make_wgmma_wait(SCORES, 2)
+    wait_dp_of_three = make_wgmma_wait(SCORES, 1)
     wait_acc = make_wgmma_wait(ACC, 0)
+    settle = make_settle(SCORES)
     pin_p = make_pin(PAIRS, "r")
+
+    @cuda.jit(device=True)
+    def probabilities(s, lse, scale_log2):
+        for i in range(SCORES):
+            s[i] = ex2(ffma(s[i], scale_log2, -lse[(i >> 1) & 1]))
+
+    @cuda.jit(device=True)
+    def score_gradients(dp, s, delta):
+        for i in range(SCORES):
+            dp[i] = s[i] * (dp[i] - delta[(i >> 1) & 1])
 
     def attention_dq_hopper(
         dq, q_map, k_map, v_map, dout_map, stats, segment_start, heads, T, padded, H, group, tiles,
@@ -107,8 +127,9 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
         q_empty = np.uint32(q_full + 8)
         full = np.uint32(q_full + 16)
         empty = np.uint32(full + STAGES * 8)
+        dump = np.uint32(empty + STAGES * 8)
         tid = cuda.threadIdx.x
-        warp = tid >> 5
+        warp = shfl_idx(tid >> 5, 0)
         lane = tid & 31
         if tid == 0:
             mbar_init(q_full, 1)
@@ -135,10 +156,10 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
                     load_q(sq, q_map, h, m0, b, q_full)
                     load_q(sd, dout_map, h, m0, b, q_full)
                     for i in range(count):
-                        stage = turn & 1
+                        stage = turn & LAST_STAGE
                         ready = full + stage * 8
                         row = (n_last - i) * KEYS
-                        mbar_wait(empty + stage * 8, ((turn >> 1) & 1) ^ 1)
+                        mbar_wait(empty + stage * 8, ((turn >> STAGE_BITS) & 1) ^ 1)
                         mbar_expect(ready, STAGE_BYTES)
                         load_kv(sk + stage * STAGE_BYTES, k_map, g, row, b, ready)
                         load_kv(sk + stage * STAGE_BYTES + KV_BYTES, v_map, g, row, b, ready)
@@ -147,7 +168,7 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
                     work = next_work(item)
         else:
             take()
-            wg = warp >> 2
+            wg = np.int64(warp >> 2)
             acc = cuda.local.array(ACC, dtype=np.float32)
             s = cuda.local.array(SCORES, dtype=np.float32)
             dp = cuda.local.array(SCORES, dtype=np.float32)
@@ -155,54 +176,88 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
             lse = cuda.local.array(2, dtype=np.float32)
             delta = cuda.local.array(2, dtype=np.float32)
             starts = cuda.local.array(2, dtype=np.int32)
-            tile_row = wg * 64 + (warp & 3) * 16 + (lane >> 2)
+            tile_row = np.int32(wg * 64 + (warp & 3) * 16 + (lane >> 2))
             query_d = descriptor(K_MAJOR, sq + wg * WARPGROUP_HALF)
             dout_d = descriptor(K_MAJOR, sd + wg * WARPGROUP_HALF)
             key = descriptor(K_MAJOR, sk)
             key_t = descriptor(N_MAJOR, sk)
-            for i in range(SCORES):
-                s[i] = ZERO
-                dp[i] = ZERO
+            column = (lane & 3) << 1
             while work < heads * tiles:
                 b, h, m0, n_last, count = item_of(work, segment_start, heads, T, H, tiles, swath)
                 base = np.int64(b) * T
-                own_row = m0 + wg * 64
+                own = m0 + wg * 64
                 row_stats = stats + (np.int64(b) * H + h) * padded * 8
                 for i in range(ACC):
                     acc[i] = ZERO
+                for i in range(SCORES):
+                    s[i] = ZERO
+                    dp[i] = ZERO
                 for r in range(2):
-                    row = min(m0 + tile_row + r * 8, padded - 1)  # the last tile may reach further
+                    row = max(m0 + tile_row + r * 8, 0)
                     lse[r] = ldg32f(row_stats + row * 4)
                     delta[r] = ldg32f(row_stats + (padded + row) * 4)
-                    starts[r] = first_key(segment_start, base + min(row, T - 1))
-                mixed = first_key(segment_start, base + min(own_row + 63, T - 1))
+                    starts[r] = first_key(segment_start, base + row)
+                mixed = first_key(segment_start, base + max(own + 63, 0))
+                # tiles above this warpgroup's last row are only released
+                skip = count
+                if own + 63 >= 0:
+                    skip = n_last - divide(own + 63, KEYS)
+                for _ in range(skip):
+                    stage = turn & LAST_STAGE
+                    mbar_wait(full + stage * 8, (turn >> STAGE_BITS) & 1)
+                    mbar_arrive(empty + stage * 8)
+                    turn = np.uint32(turn + 1)
                 mbar_wait(q_full, item & 1)
-                for n in range(n_last, n_last - count, -1):
-                    stage = turn & 1
-                    first = n * KEYS
-                    mbar_wait(full + stage * 8, (turn >> 1) & 1)
-                    if first < own_row + 64:  # else all above the diagonal
-                        at = np.uint64(stage) * np.uint64(STAGE)
-                        fence_scores(dp)
-                        fence_scores(s)
-                        scores(s, query_d, key + at)
-                        wgmma_commit()
-                        scores(dp, dout_d, key + at + np.uint64(VALUE))
-                        wgmma_commit()
-                        wait_s(s)
-                        if first + KEYS > own_row or first < mixed:
-                            mask(s, first + ((lane & 3) << 1), m0 + tile_row, starts)
-                        for i in range(SCORES):
-                            s[i] = ex2(ffma(s[i], scale_log2, -lse[(i >> 1) & 1]))
-                        wait_dp(dp)
-                        for i in range(SCORES):
-                            dp[i] = s[i] * (dp[i] - delta[(i >> 1) & 1])
-                        pack(dp, ds)
+                if skip < count:
+                    stage = turn & LAST_STAGE
+                    at = np.uint32(stage * STAGE)
+                    mbar_wait(full + stage * 8, (turn >> STAGE_BITS) & 1)
+                    fence_scores(s)
+                    fence_scores(dp)
+                    scores(s, query_d, np.uint32(key + at))
+                    wgmma_commit()
+                    scores(dp, dout_d, np.uint32(key + at + VALUE))
+                    wgmma_commit()
+                    wait_s(s)
+                    mask(s, (n_last - skip) * KEYS + column, m0 + tile_row, starts)
+                    probabilities(s, lse, scale_log2)
+                    settle(s, dump)
+                    wait_dp(dp)
+                    score_gradients(dp, s, delta)
+                    pack(dp, ds)
+                    for n in range(n_last - skip - 1, n_last - count, -1):
+                        before = stage
+                        at_before = at
+                        turn = np.uint32(turn + 1)
+                        stage = turn & LAST_STAGE
+                        at = np.uint32(stage * STAGE)
+                        mbar_wait(full + stage * 8, (turn >> STAGE_BITS) & 1)
                         pin_p(ds)
+                        fence_scores(s)
+                        fence_scores(dp)
                         fence_acc(acc)
-                        accumulate(acc, ds, key_t + at)
+                        scores(s, query_d, np.uint32(key + at))
                         wgmma_commit()
+                        scores(dp, dout_d, np.uint32(key + at + VALUE))
+                        wgmma_commit()
+                        accumulate(acc, ds, np.uint32(key_t + at_before))
+                        wgmma_commit()
+                        wait_s_of_three(s)
+                        if n * KEYS < mixed or n * KEYS + KEYS > own + 1:
+                            mask(s, n * KEYS + column, m0 + tile_row, starts)
+                        probabilities(s, lse, scale_log2)
+                        settle(s, dump)
+                        wait_dp_of_three(dp)
+                        score_gradients(dp, s, delta)
                         wait_acc(acc)
+                        pin_p(ds)  # read until here
+                        mbar_arrive(empty + before * 8)
+                        pack(dp, ds)
+                    pin_p(ds)
+                    fence_acc(acc)
+                    accumulate(acc, ds, np.uint32(key_t + at))
+                    wgmma_commit()
+                    wait_acc(acc)
                     mbar_arrive(empty + stage * 8)
                     turn = np.uint32(turn + 1)
                 mbar_arrive(q_empty)
@@ -210,7 +265,7 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
                     stage_rows(so, acc, r, tile_row + r * 8, scale)
                 syncwarp()
                 target = dq + (base + m0) * dq_stride + h * (2 * D)
-                copy_rows(target, dq_stride, so, wg * 64 + (warp & 3) * 16, T - m0)
+                copy_rows(target, dq_stride, so, wg * 64 + (warp & 3) * 16, -m0, BLOCK_ROWS)
                 syncwarp()  # the staged rows have been read
                 item += 1
                 work = next_work(item)
@@ -218,62 +273,40 @@ def make_attention_dq_hopper(D: int, CONSUMERS: int, KEYS: int):
     return attention_dq_hopper
 
 
-def shared_bytes(D: int, consumers: int, keys: int) -> int:
+def _constants(D: int, tile: Wgmma) -> dict[str, int]:
+    return {"D": D, "CONSUMERS": tile.warpgroups, "KEYS": tile.columns}
+
+
+def shared_bytes(D: int, tile: Wgmma) -> int:
     """Dynamic shared memory a block: alignment, Q, dO, dQ, stages of K and V, barriers."""
-    return 1024 + 2 * D * (192 * consumers + 2 * STAGES * keys) + 64
+    tiles = 2 * D * (192 * tile.warpgroups + 2 * STAGES * tile.columns)
+    return 1024 + tiles + 16 * STAGES + 32
 
 
-def backward_launch(
-    gradients: tuple[int, int, int], strides: tuple[int, int], stats: int, dout: int,
-    qkv: tuple[int, int, int], p: Problem, stream: Any,
+def dq_launch(
+    dq: int, stride: int, stats: int, dout: int, qkv: tuple[int, int, int], p: Problem,
+    tile: Wgmma, stream: Any,
 ) -> None:  # fmt: skip
-    """Write dq, dk, dv from the inputs and `stats` (addresses); causal, bfloat16."""
-    q, k, v = qkv
-    padded, dout_stride = padded_length(p.T), p.H * p.D * 2
-    scales = p.scale, p.scale * float(LOG2E)
-
-    def maps(query_rows: int, key_rows: int) -> tuple[int, int, int, int]:
-        return (
-            head_map(q, p.H, p.q_stride, query_rows, p),
-            head_map(k, p.G, p.kv_stride, key_rows, p),
-            head_map(v, p.G, p.kv_stride, key_rows, p),
-            head_map(dout, p.H, dout_stride, query_rows, p),
-        )
-
-    consumers = dkdv.CONSUMERS[p.D]
+    """Write dq from the inputs and `stats` (addresses); causal, bfloat16."""
     launch = kernel(
-        dkdv.make_attention_dkdv_hopper, dkdv.SIGNATURE, 128 * (consumers + 1),
-        dkdv.shared_bytes(p.D, consumers), OPTIONS, D=p.D, CONSUMERS=consumers,
+        make_attention_dq_hopper, SIGNATURE, block_threads(tile), shared_bytes(p.D, tile),
+        OPTIONS, **_constants(p.D, tile),
     )  # fmt: skip
-    tiles = cdiv(p.T, 64 * consumers)
+    rows = 64 * tile.warpgroups
+    tiles = cdiv(p.T, rows)
     launch(
-        stream, (p.B * p.G * tiles,), gradients[1], gradients[2],
-        *maps(dkdv.QUERY_TILE, 64 * consumers), stats, p.segment_start, p.B * p.G, p.T, padded, p.H,
-        p.group, tiles, p.swath(2 * p.group), strides[1], *scales,
-    )  # fmt: skip
-    consumers, keys = SHAPES[p.D]
-    launch = kernel(
-        make_attention_dq_hopper, SIGNATURE, 128 * (consumers + 1),
-        shared_bytes(p.D, consumers, keys), OPTIONS, D=p.D, CONSUMERS=consumers, KEYS=keys,
-    )  # fmt: skip
-    tiles = cdiv(p.T, 64 * consumers)
-    launch(
-        stream, (persistent_grid(p.B * p.H * tiles),), gradients[0], *maps(64 * consumers, keys),
-        stats,
-        p.segment_start, p.B * p.H, p.T, padded, p.H, p.group, tiles, p.swath(2) * p.group,
-        strides[0], *scales,
+        stream, (persistent_grid(p.B * p.H * tiles),), dq,
+        *input_maps(qkv, dout, rows, tile.columns, p), stats, p.segment_start, p.B * p.H, p.T,
+        padded_length(p.T), p.H, p.group, tiles, p.swath(2) * p.group, stride, p.scale,
+        p.scale * float(LOG2E),
     )  # fmt: skip
 
 
 COMPILE_CASES = [
     CompileCase(
-        make_attention_dq_hopper,
-        {"D": D, "CONSUMERS": consumers, "KEYS": keys},
-        SIGNATURE,
-        128 * (consumers + 1),
-        shared_bytes(D, consumers, keys),
-        OPTIONS,
-        only_cc=CC,
+        make_attention_dq_hopper, _constants(D, tile), SIGNATURE, block_threads(tile),
+        shared_bytes(D, tile), OPTIONS, only_cc=CC,
     )
-    for D, (consumers, keys) in SHAPES.items()
-]
+    for D, tiles in SHAPES.items()
+    for tile in tiles
+]  # fmt: skip

@@ -9,10 +9,13 @@ Shapes   as attention_dkdv; rows beyond T read as zero (4-D tensor maps).
 Source   Shah et al. 2024, arXiv:2407.08608; Dao 2023, arXiv:2307.08691, algorithm 2.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
+from llmq_nb.kernels.attention_backward import padded_length
 from llmq_nb.kernels.attention_hopper_tiles import (
     CC,
     HALF_ROW,
@@ -20,7 +23,10 @@ from llmq_nb.kernels.attention_hopper_tiles import (
     OPTIONS,
     REGISTERS,
     WARPGROUP_HALF,
+    Wgmma,
+    block_threads,
     descriptor,
+    input_maps,
     make_copy_half_rows,
     make_load_halves,
     make_pack,
@@ -30,20 +36,24 @@ from llmq_nb.kernels.attention_hopper_tiles import (
     n_major,
 )
 from llmq_nb.kernels.attention_tiles import (
+    LOG2E,
     MASKED,
     ZERO,
+    Problem,
     block_order,
     divide,
     first_key,
     queries_end,
 )
 from llmq_nb.kernels.compile import CompileCase
-from llmq_nb.kernels.ptx import bar_sync, ex2, ffma, lds64f, sel_gt, smem_addr, syncwarp
+from llmq_nb.kernels.launch import cdiv, kernel
+from llmq_nb.kernels.ptx import bar_sync, ex2, ffma, lds64f, sel_gt, shfl_idx, smem_addr, syncwarp
 from llmq_nb.kernels.ptx_hopper import (
     bulk_g2s,
     fence_async,
     make_pin,
     make_set_registers,
+    make_settle,
     make_wgmma_fence,
     make_wgmma_wait,
     mbar_arrive,
@@ -54,9 +64,13 @@ from llmq_nb.kernels.ptx_hopper import (
 )
 
 SIGNATURE = (types.uint64,) * 8 + (types.int32,) * 8 + (types.float32,) * 2
-CONSUMERS = {64: 3, 128: 2}
-"""Warpgroups of 64 keys, by head_dim: as many as the registers hold."""
-STAGES = 2
+SHAPES = {
+    64: [Wgmma(2, 64, True), Wgmma(3, 64), Wgmma(2, 64)],
+    128: [Wgmma(2, 64)],
+}
+"""By head_dim; the first is the default."""
+STAGE_BITS = 2
+STAGES = 1 << STAGE_BITS
 QUERY_TILE = 64
 ONE = np.float32(1.0)
 
@@ -99,7 +113,16 @@ def score_gradients_transposed(dp, s, stats):
             dp[i + 1] = s[i + 1] * (dp[i + 1] - d1)
 
 
-def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
+@cuda.jit(device=True)
+def release_next(full, empty, turn):
+    """Give a stage back unread; returns the next turn."""
+    stage = turn & (STAGES - 1)
+    mbar_wait(full + stage * 8, (turn >> STAGE_BITS) & 1)
+    mbar_arrive(empty + stage * 8)
+    return np.uint32(turn + 1)
+
+
+def make_attention_dkdv_hopper(D: int, CONSUMERS: int, OVERLAP: bool):
     """Kernel for dK and dV; arguments: addresses, tensor maps, extents."""
     BLOCK_ROWS = 64 * CONSUMERS
     HALVES = D // 64
@@ -111,6 +134,7 @@ def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
     STAT_BYTES = 2 * QUERY_TILE * 4  # lse, then delta
     DOUT = Q_BYTES >> 4  # from Q to dO in descriptor units
     STAGE = STAGE_BYTES >> 4
+    LAST_STAGE = STAGES - 1
     ARRIVALS = 128 * CONSUMERS
     ACC = D // 2
     N_MAJOR = n_major(Q_HALF)
@@ -128,9 +152,11 @@ def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
     fence_acc = make_wgmma_fence(ACC)
     wait_s = make_wgmma_wait(32, 1)
     wait_dp = make_wgmma_wait(32, 0)
+    wait_s_of_three = make_wgmma_wait(32, 2)
+    wait_dp_of_three = make_wgmma_wait(32, 1)
+    settle = make_settle(32)
     wait_acc = make_wgmma_wait(ACC, 0)
     pin_p = make_pin(16, "r")
-    pin_acc = make_pin(ACC)
 
     def attention_dkdv_hopper(
         dk, dv, q_map, k_map, v_map, dout_map, stats, segment_start, heads, T, padded, H, group,
@@ -143,8 +169,9 @@ def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
         kv_full = np.uint32(sl + STAGES * STAT_BYTES)  # barriers, 8 bytes each
         full = np.uint32(kv_full + 8)
         empty = np.uint32(full + STAGES * 8)
+        dump = np.uint32(empty + STAGES * 8)
         tid = cuda.threadIdx.x
-        warp = tid >> 5
+        warp = shfl_idx(tid >> 5, 0)
         lane = tid & 31
         bg, tile = block_order(cuda.blockIdx.x, heads, tiles, swath)  # tile 0: most queries
         kv_heads = divide(H, group)
@@ -154,7 +181,8 @@ def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
         n0 = tile * BLOCK_ROWS
         m_end = queries_end(segment_start, base, min(n0 + BLOCK_ROWS, T) - 1, T)
         open_end = queries_end(segment_start, base, n0, T)  # queries before it see every key
-        total = (m_end - n0 + QUERY_TILE - 1) // QUERY_TILE * group
+        per_head = (m_end - n0 + QUERY_TILE - 1) // QUERY_TILE
+        total = per_head * group
         if tid == 0:
             for i in range(1 + STAGES):
                 mbar_init(kv_full + i * 8, 1)
@@ -172,9 +200,9 @@ def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
                 h = g * group
                 m0 = n0
                 for it in range(total):
-                    stage = it & 1
+                    stage = it & LAST_STAGE
                     ready = full + stage * 8
-                    mbar_wait(empty + stage * 8, ((it >> 1) & 1) ^ 1)
+                    mbar_wait(empty + stage * 8, ((it >> STAGE_BITS) & 1) ^ 1)
                     mbar_expect(ready, STAGE_BYTES + STAT_BYTES)
                     target = sq + stage * STAGE_BYTES
                     load_q(target, q_map, h, m0, b, ready)
@@ -190,7 +218,7 @@ def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
                         h += 1
         else:
             take()
-            wg = warp >> 2
+            wg = np.int64(warp >> 2)
             gk = cuda.local.array(ACC, dtype=np.float32)
             gv = cuda.local.array(ACC, dtype=np.float32)
             s = cuda.local.array(32, dtype=np.float32)
@@ -207,70 +235,154 @@ def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
             value = descriptor(K_MAJOR, sv + wg * WARPGROUP_HALF)
             query = descriptor(K_MAJOR, sq)
             query_t = descriptor(N_MAJOR, sq)
-            tile_row = wg * 64 + (warp & 3) * 16 + (lane >> 2)
+            tile_row = np.int32(wg * 64 + (warp & 3) * 16 + (lane >> 2))
             own_key = n0 + wg * 64
+            own_row = n0 + tile_row
+            column = (lane & 3) << 1
+            # of a head's query tiles the first ones lie above this warpgroup's diagonal
+            skip = min(wg, per_head)
+            count = (per_head - skip) * group
+            turn = np.uint32(0)
             mbar_wait(kv_full, 0)
-            m0 = n0
-            for it in range(total):
-                stage = it & 1
-                mbar_wait(full + stage * 8, (it >> 1) & 1)
-                if m0 + QUERY_TILE > own_key:  # else all above the diagonal
-                    at = np.uint64(stage) * np.uint64(STAGE)
-                    fence_scores(dp)
-                    fence_scores(s)
-                    scores(s, key, query + at)
-                    wgmma_commit()
-                    scores(dp, value, query + at + np.uint64(DOUT))
-                    wgmma_commit()
-                    own_stats = sl + stage * STAT_BYTES + ((lane & 3) << 3)
-                    wait_s(s)
-                    if m0 < own_key + 64 or min(m0 + QUERY_TILE, T) > open_end:
-                        mask(s, segment_start, base, n0 + tile_row, m0 + ((lane & 3) << 1), T)
-                    probabilities_transposed(s, own_stats, scale_log2)
-                    wait_dp(dp)
-                    score_gradients_transposed(dp, s, own_stats + QUERY_TILE * 4)
-                    pack(s, p)
-                    pack(dp, ds)
+            if count == 0:
+                skip = total
+            for _ in range(skip):
+                turn = release_next(full, empty, turn)
+            if count > 0:
+                m0 = own_key
+                stage = turn & LAST_STAGE
+                at = np.uint32(stage * STAGE)
+                mbar_wait(full + stage * 8, (turn >> STAGE_BITS) & 1)
+                fence_scores(s)
+                fence_scores(dp)
+                scores(s, key, np.uint32(query + at))
+                wgmma_commit()
+                scores(dp, value, np.uint32(query + at + DOUT))
+                wgmma_commit()
+                own_stats = sl + stage * STAT_BYTES + (column << 2)
+                wait_s(s)
+                mask(s, segment_start, base, own_row, m0 + column, T)
+                probabilities_transposed(s, own_stats, scale_log2)
+                settle(s, dump)
+                wait_dp(dp)
+                score_gradients_transposed(dp, s, own_stats + QUERY_TILE * 4)
+                pack(s, p)
+                pack(dp, ds)
+                for _ in range(count - 1):
+                    before = stage
+                    at_before = at
+                    turn = np.uint32(turn + 1)
+                    m0 += QUERY_TILE
+                    if m0 >= m_end:
+                        m0 = own_key
+                        for _ in range(skip):
+                            turn = release_next(full, empty, turn)
+                    stage = turn & LAST_STAGE
+                    at = np.uint32(stage * STAGE)
+                    mbar_wait(full + stage * 8, (turn >> STAGE_BITS) & 1)
                     pin_p(p)
                     pin_p(ds)
-                    pin_acc(gk)
-                    fence_acc(gv)
-                    accumulate(gv, p, query_t + at + np.uint64(DOUT))
-                    wgmma_commit()
-                    accumulate(gk, ds, query_t + at)
-                    wgmma_commit()
-                    wait_acc(gv)
-                    wait_acc(gk)
-                mbar_arrive(empty + stage * 8)
-                m0 += QUERY_TILE
-                if m0 >= m_end:
-                    m0 = n0
+                    if OVERLAP:
+                        fence_scores(s)
+                        fence_scores(dp)
+                        fence_acc(gk)
+                        fence_acc(gv)
+                        scores(s, key, np.uint32(query + at))
+                        wgmma_commit()
+                        scores(dp, value, np.uint32(query + at + DOUT))
+                        wgmma_commit()
+                        accumulate(gv, p, np.uint32(query_t + at_before + DOUT))
+                        accumulate(gk, ds, np.uint32(query_t + at_before))
+                        wgmma_commit()
+                        wait_s_of_three(s)
+                    else:
+                        fence_acc(gk)
+                        fence_acc(gv)
+                        accumulate(gv, p, np.uint32(query_t + at_before + DOUT))
+                        accumulate(gk, ds, np.uint32(query_t + at_before))
+                        wgmma_commit()
+                        wait_acc(gv)
+                        wait_acc(gk)
+                        mbar_arrive(empty + before * 8)
+                        fence_scores(s)
+                        fence_scores(dp)
+                        scores(s, key, np.uint32(query + at))
+                        wgmma_commit()
+                        scores(dp, value, np.uint32(query + at + DOUT))
+                        wgmma_commit()
+                        wait_s(s)
+                    own_stats = sl + stage * STAT_BYTES + (column << 2)
+                    if m0 < own_key + 64 or min(m0 + QUERY_TILE, T) > open_end:
+                        mask(s, segment_start, base, own_row, m0 + column, T)
+                    probabilities_transposed(s, own_stats, scale_log2)
+                    settle(s, dump)
+                    if OVERLAP:
+                        wait_dp_of_three(dp)
+                    else:
+                        wait_dp(dp)
+                    score_gradients_transposed(dp, s, own_stats + QUERY_TILE * 4)
+                    if OVERLAP:
+                        wait_acc(gv)
+                        wait_acc(gk)
+                        pin_p(p)  # read until here
+                        pin_p(ds)
+                        mbar_arrive(empty + before * 8)
+                    pack(s, p)
+                    pack(dp, ds)
+                pin_p(p)
+                pin_p(ds)
+                fence_acc(gk)
+                fence_acc(gv)
+                accumulate(gv, p, np.uint32(query_t + at + DOUT))
+                accumulate(gk, ds, np.uint32(query_t + at))
+                wgmma_commit()
+                wait_acc(gv)
+                wait_acc(gk)
             bar_sync(wg + 1, 128)  # every warp of the group has read its K and V
             for r in range(2):
                 stage_rows(sk, gk, r, tile_row + r * 8, scale)
                 stage_rows(sv, gv, r, tile_row + r * 8, ONE)
             syncwarp()
             target = (base + n0) * dkv_stride + g * (2 * D)
-            copy_rows(dk + target, dkv_stride, sk, wg * 64 + (warp & 3) * 16, T - n0)
-            copy_rows(dv + target, dkv_stride, sv, wg * 64 + (warp & 3) * 16, T - n0)
+            copy_rows(dk + target, dkv_stride, sk, wg * 64 + (warp & 3) * 16, 0, T - n0)
+            copy_rows(dv + target, dkv_stride, sv, wg * 64 + (warp & 3) * 16, 0, T - n0)
 
     return attention_dkdv_hopper
 
 
-def shared_bytes(D: int, consumers: int) -> int:
+def _constants(D: int, tile: Wgmma) -> dict[str, int]:
+    return {"D": D, "CONSUMERS": tile.warpgroups, "OVERLAP": tile.variant}
+
+
+def shared_bytes(D: int, tile: Wgmma) -> int:
     """Dynamic shared memory a block: alignment, K, V, stages of Q, dO and statistics, barriers."""
-    return 1024 + 4 * D * (64 * consumers + STAGES * QUERY_TILE) + STAGES * 8 * QUERY_TILE + 64
+    tiles = 4 * D * (64 * tile.warpgroups + STAGES * QUERY_TILE)
+    return 1024 + tiles + STAGES * (8 * QUERY_TILE + 16) + 24
+
+
+def dkdv_launch(
+    dk: int, dv: int, stride: int, stats: int, dout: int, qkv: tuple[int, int, int], p: Problem,
+    tile: Wgmma, stream: Any,
+) -> None:  # fmt: skip
+    """Write dk and dv from the inputs and `stats` (addresses); causal, bfloat16."""
+    launch = kernel(
+        make_attention_dkdv_hopper, SIGNATURE, block_threads(tile), shared_bytes(p.D, tile),
+        OPTIONS, **_constants(p.D, tile),
+    )  # fmt: skip
+    rows = 64 * tile.warpgroups
+    tiles = cdiv(p.T, rows)
+    launch(
+        stream, (p.B * p.G * tiles,), dk, dv, *input_maps(qkv, dout, QUERY_TILE, rows, p), stats,
+        p.segment_start, p.B * p.G, p.T, padded_length(p.T), p.H, p.group, tiles,
+        p.swath(2 * p.group), stride, p.scale, p.scale * float(LOG2E),
+    )  # fmt: skip
 
 
 COMPILE_CASES = [
     CompileCase(
-        make_attention_dkdv_hopper,
-        {"D": D, "CONSUMERS": consumers},
-        SIGNATURE,
-        128 * (consumers + 1),
-        shared_bytes(D, consumers),
-        OPTIONS,
-        only_cc=CC,
+        make_attention_dkdv_hopper, _constants(D, tile), SIGNATURE, block_threads(tile),
+        shared_bytes(D, tile), OPTIONS, only_cc=CC,
     )
-    for D, consumers in CONSUMERS.items()
-]
+    for D, tiles in SHAPES.items()
+    for tile in tiles
+]  # fmt: skip

@@ -9,6 +9,8 @@ Registers      A wgmma accumulator of 64 x N is N / 2 elements a lane: of column
                4 j + 2, 4 j + 3 for the row eight below.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numba import cuda
 
@@ -19,28 +21,40 @@ from llmq_nb.kernels.ptx import bf16x2, lds128, sel_gt, stg128, sts32
 from llmq_nb.kernels.ptx_hopper import make_wgmma, tma_4d
 from llmq_nb.kernels.tensor_map import tensor_map
 
+
+@dataclass(frozen=True, slots=True)
+class Wgmma:
+    """Shape of one block's work in an sm_90 kernel."""
+
+    warpgroups: int
+    """Of 64 rows each (keys in dkdv, queries elsewhere); one more fetches."""
+    columns: int
+    """Rows of a streamed tile."""
+    variant: bool = False
+
+
 OPTIONS = Options(arch_specific=True)
 CC = (9, 0)
-REGISTERS = {2: (24, 240), 3: (32, 160)}
+REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}
 """Of a producer and a consumer thread, by the number of consumer warpgroups."""
 PERSISTENT = True
 """Whether a block takes item after item of the kernels whose items are independent."""
 HALF_ROW = 128
 """Bytes of a row of 64 columns: a D = 128 tile is two halves, one after the other."""
 WARPGROUP_HALF = 64 * HALF_ROW
-K_MAJOR = np.uint64(1 << 62 | 64 << 32 | 1 << 16)
-"""Descriptor of a K-major operand: 128-byte swizzle, eight rows 1024 bytes apart."""
+K_MAJOR = np.uint32(1 << 16)
+"""Low half of the descriptor of a K-major operand (DESCRIPTOR_HIGH: the other half)."""
 
 
 @cuda.jit(device=True)
 def descriptor(base, address):
-    """wgmma descriptor of a tile at a shared address; adding bytes / 16 moves it."""
-    return base | np.uint64((address & 0x3FFFF) >> 4)
+    """Low half of the descriptor of a tile at a shared address; adding bytes / 16 moves it."""
+    return np.uint32(base + ((address & 0x3FFFF) >> 4))
 
 
-def n_major(half_bytes: int) -> np.uint64:
+def n_major(half_bytes: int) -> np.uint32:
     """Descriptor of an operand whose rows run along k, its 64-column halves this far apart."""
-    return np.uint64(1 << 62 | 64 << 32 | (half_bytes >> 4) << 16)
+    return np.uint32((half_bytes >> 4) << 16)
 
 
 def make_product(D: int, COLUMNS: int, A_HALF: int, B_HALF: int):
@@ -55,8 +69,8 @@ def make_product(D: int, COLUMNS: int, A_HALF: int, B_HALF: int):
         for kk in range(STEPS):
             across = (kk & 3) * 2
             mma(
-                s, a + ((kk >> 2) * A_STEP + across), b + ((kk >> 2) * B_STEP + across),
-                1 if kk > 0 else 0,
+                s, np.uint32(a + ((kk >> 2) * A_STEP + across)),
+                np.uint32(b + ((kk >> 2) * B_STEP + across)), 1 if kk > 0 else 0,
             )  # fmt: skip
 
     return product
@@ -70,7 +84,7 @@ def make_product_registers(D: int, ROWS: int):
     @cuda.jit(device=True)
     def product(acc, p, b):
         for kk in range(STEPS):
-            mma(acc, p, kk * 4, b + kk * (16 * HALF_ROW >> 4), 1)
+            mma(acc, p, kk * 4, np.uint32(b + kk * (16 * HALF_ROW >> 4)), 1)
 
     return product
 
@@ -122,17 +136,18 @@ def make_stage_half_rows(D: int, HALF: int):
 
 
 def make_copy_half_rows(D: int, HALF: int):
-    """copy(target, stride, shared, row, rows): as copy_rows, for 16 rows a warp in halves."""
+    """copy(target, stride, shared, row, low, high): as copy_rows, for 16 rows a warp in halves, of
+    the tile's rows from `low` up to `high`."""
     CHUNKS = D // 8
     COUNT = CHUNKS // 2
 
     @cuda.jit(device=True)
-    def copy(target, stride, shared, row, rows):
+    def copy(target, stride, shared, row, low, high):
         lane = cuda.threadIdx.x & 31
         for i in range(COUNT):
             r = row + (i * 32 + lane) // CHUNKS
             c = (i * 32 + lane) % CHUNKS
-            if r < rows:
+            if r >= low and r < high:
                 word = shared + (c >> 3) * HALF + r * HALF_ROW + (((c & 7) ^ (r & 7)) << 4)
                 stg128(target + r * stride + c * 16, lds128(word))
 
@@ -162,15 +177,17 @@ def next_work(item):
 
 def make_item(QUERIES: int, KEYS: int):
     """item_of(work, segment_start, heads, T, H, tiles, swath): (sequence, head, first query, last
-    key tile, number of key tiles) of a work item: QUERIES rows of one head."""
+    key tile, number of key tiles) of a work item: QUERIES rows of one head. Tiles end at T, and
+    what does not fill a tile is the first one, which sees the fewest keys: its first query is
+    negative."""
 
     @cuda.jit(device=True)
     def item_of(work, segment_start, heads, T, H, tiles, swath):
         bh, tile = block_order(work, heads, tiles, swath)
         b = divide(bh, H)
-        m0 = (tiles - 1 - tile) * QUERIES  # the longest rows first
-        n_last = (min(m0 + QUERIES, T) - 1) // KEYS
-        first = first_key(segment_start, np.int64(b) * T + m0) // KEYS
+        m0 = T - (tile + 1) * QUERIES  # the longest rows first
+        n_last = divide(m0 + QUERIES - 1, KEYS)
+        first = divide(first_key(segment_start, np.int64(b) * T + max(m0, 0)), KEYS)
         return b, bh - b * H, m0, n_last, n_last + 1 - first
 
     return item_of
@@ -182,7 +199,25 @@ def persistent_grid(items: int) -> int:
     return min(items, current_device().multiprocessors) if PERSISTENT else items
 
 
+def block_threads(tile: Wgmma) -> int:
+    """Threads of a block: the consumers and the producer's warpgroup."""
+    return 128 * (tile.warpgroups + 1)
+
+
 def head_map(address: int, heads: int, row_stride: int, rows: int, p: Problem) -> int:
     """Tensor map of one of q, k, v, out: (D, heads, T, B), copies of `rows` rows of 64 columns."""
     strides = (2 * p.D, row_stride, p.T * row_stride)
     return tensor_map(address, (p.D, heads, p.T, p.B), strides, (64, 1, rows, 1))
+
+
+def input_maps(
+    qkv: tuple[int, int, int], dout: int, query_rows: int, key_rows: int, p: Problem
+) -> tuple[int, int, int, int]:
+    """Tensor maps of q, k, v and dout, as the backward kernels take them."""
+    q, k, v = qkv
+    return (
+        head_map(q, p.H, p.q_stride, query_rows, p),
+        head_map(k, p.G, p.kv_stride, key_rows, p),
+        head_map(v, p.G, p.kv_stride, key_rows, p),
+        head_map(dout, p.H, p.H * p.D * 2, query_rows, p),
+    )

@@ -123,6 +123,8 @@ maxmag2 = asm_op(
 )  # sign bits are rubbish
 
 # ---- wgmma: sm_90a -----------------------------------------------------------------------------
+DESCRIPTOR_HIGH = 1 << 30 | 64
+"""High half of every descriptor: 128-byte swizzle, eight rows 1024 bytes apart."""
 wgmma_fence = asm_op("wgmma_fence", "wgmma.fence.sync.aligned;", **_STORE)
 wgmma_commit = asm_op("wgmma_commit", "wgmma.commit_group.sync.aligned;", **_STORE)
 wgmma_wait0 = asm_op("wgmma_wait", "wgmma.wait_group.sync.aligned 0;", **_STORE)
@@ -146,24 +148,27 @@ def make_wgmma(
 
     op(tile, descriptor_a, descriptor_b, use_tile), or with `registers` op(tile, fragments, offset,
     descriptor_b, use_tile); use_tile = 0 starts from zero. trans_*: operand is M- or N-major (bf16
-    only).
+    only). Descriptors are the low 32 bits; the high ones are DESCRIPTOR_HIGH, so that stepping one
+    is a 32-bit addition.
     """
     half = n // 2
     tile = ",".join(f"${i}" for i in range(half))
     width = 4 if registers else 1
     first = 2 * half
-    a = "{" + ",".join(f"${first + i}" for i in range(4)) + "}" if registers else f"${first}"
+    a = "{" + ",".join(f"${first + i}" for i in range(4)) + "}" if registers else "a"
     scales = "1, 1"
     if kind == "bf16":
         scales += f", {trans_b}" if registers else f", {trans_a}, {trans_b}"
     k = 16 if kind == "bf16" else 32
+    pack_a = "" if registers else f"mov.b64 a, {{${first}, high}}; "
     template = (
-        f"{{.reg .pred p; setp.ne.b32 p, ${first + width + 1}, 0; "
+        f"{{.reg .pred p; .reg .b32 high; .reg .b64 a, b; mov.b32 high, {DESCRIPTOR_HIGH:#x}; "
+        f"{pack_a}mov.b64 b, {{${first + width}, high}}; setp.ne.b32 p, ${first + width + 1}, 0; "
         f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind} "
-        f"{{{tile}}}, {a}, ${first + width}, p, {scales};}}"
+        f"{{{tile}}}, {a}, b, p, {scales};}}"
     )
     return tile_op(
-        "wgmma", template, half, "lr" if registers else "llr", fragments=4 if registers else 0
+        "wgmma", template, half, "rr" if registers else "rrr", fragments=4 if registers else 0
     )
 
 
@@ -182,3 +187,30 @@ def make_pin(n: int, kind: str = "f") -> Any:
     """Emits nothing; every element of the tile is final before this point. Without it ptxas may
     report C7513 (wgmma serialised)."""
     return tile_op("pin", "// pin", n, kind=kind)
+
+
+# ---- order -------------------------------------------------------------------------------------
+# ptxas hoists wgmma.wait_group to the top of its block, and the arithmetic that should run under
+# the products then runs after them. It does not move a wait over a store to shared memory, so a
+# store that never happens, but depends on the arithmetic, keeps the order.
+# settle(value, shared address): value >= 0 is final before a later wait.
+settle = asm_op(
+    "settle",
+    "{.reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p st.shared.f32 [$1], $0;}",
+    "",
+    "fr",
+    **_STORE,
+)
+
+
+def make_settle(n: int) -> Any:
+    """settle(tile, shared address) for n elements, none negative: n / 2 instructions."""
+    steps = "".join(f"lop3.b32 t, t, ${i}, ${i + 1}, 0xfe; " for i in range(0, n, 2))
+    template = (
+        "{.reg .pred p; .reg .b32 t; mov.b32 t, 0; "
+        f"{steps}setp.lt.s32 p, t, 0; @p st.shared.b32 [${2 * n}], t;}}"
+    )
+    return tile_op("settle", template, n, "r")
+
+
+bar_arrive = asm_op("bar_arrive", "bar.arrive $0, $1;", "", "rr", **_STORE)  # as bar_sync, no wait

@@ -15,10 +15,8 @@ order, so the same bits.
 
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,10 +42,8 @@ from llmq_nb.core.graph import Graph, capture
 from llmq_nb.core.pinned import Pinned
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import StepBatch
-from llmq_nb.kernels.cache import cache_folder, write_atomically
 from llmq_nb.kernels.fp8 import UNITS_CC
 from llmq_nb.kernels.launch import loaded, preparing
-from llmq_nb.kernels.matmul import library_version
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.ops import CudaOps
 from llmq_nb.model.engine_cuda.scalars import pack_scalars
@@ -63,6 +59,7 @@ from llmq_nb.train.engine import StepResult, result, step_scalars
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.rank import Rank, State, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
+from llmq_nb.train.tuning import keep_machine_tuning, known_tuning
 
 SLOTS = 3
 """Slots of the ring: one being filled, one being copied, one spare."""
@@ -71,7 +68,7 @@ SLOTS = 3
 class CudaEngine:
     """One rank on one GPU. Raises UserError where there is no usable GPU or too little memory.
 
-    tuning: the products' choices of an earlier start of the run.
+    tuning: the choices of an earlier start of the run (tuning.py).
     """
 
     kind: Kind = "cuda"
@@ -94,7 +91,7 @@ class CudaEngine:
         self.base = allocate(self.plan.total)
         self.tensors = tensors_at(self.plan, self.base, self.host)
         self.stream = int(create_stream())
-        known = machine_tuning(self.device) | (tuning or {})
+        known = known_tuning(self.device, tuning)
         self.ops = CudaOps(
             config, model, self.tensors, device=self.device, stream=self.stream, tuning=known
         )
@@ -116,7 +113,7 @@ class CudaEngine:
 
     @property
     def tuning(self) -> dict[str, int]:
-        """The products' choices, to be saved with the run."""
+        """The choices of products and attention, to be saved with the run."""
         return self.ops.products.choices
 
     def train_step(
@@ -257,8 +254,8 @@ def prepare_steps(ranks: list[Rank]) -> None:
             rank.ops.refresh_weights(rank.fp8_weights)
 
 
-def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str], None]) -> int:
-    """Compile what a run launches, without its memory; returns the number of kernels.
+def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str], None]) -> CudaOps:
+    """Compile what a run launches, without its memory; returns operations that know the products.
 
     announce: takes the name of each kernel once it is ready.
     """
@@ -269,10 +266,9 @@ def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str]
     stream = int(create_stream())
     ops = CudaOps(config, model, tensors, device=device, stream=stream)
     prepare_steps([make_rank(config, model, tensors, ops, functools.partial(CudaTransfer, stream))])
-    names = loaded()
-    for name in names:
+    for name in loaded():
         announce(name)
-    return len(names)
+    return ops
 
 
 def allocate_cuda(
@@ -298,27 +294,6 @@ def allocate_cuda(
         free(base)
 
     return ops, tensors, close
-
-
-def _tuning_file(device: Device) -> Path:
-    """Where a machine keeps its products' choices: one file for a GPU model and library version."""
-    name = "".join(c if c.isalnum() else "-" for c in device.name)
-    return cache_folder() / f"products-{name}-cublaslt-{library_version()}.json"
-
-
-def machine_tuning(device: Device) -> dict[str, int]:
-    """The choices made on this machine before: later runs have the same bits, and start faster."""
-    try:
-        found = json.loads(_tuning_file(device).read_text(encoding="utf-8"))
-        return {str(shape): int(choice) for shape, choice in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError):  # none yet, or a torn file: time again
-        return {}
-
-
-def keep_machine_tuning(device: Device, tuning: dict[str, int]) -> None:
-    """Add new shapes' choices; those that were there stay."""
-    merged = tuning | machine_tuning(device)
-    write_atomically(_tuning_file(device), json.dumps(merged, indent=1, sort_keys=True).encode())
 
 
 @dataclasses.dataclass(slots=True)

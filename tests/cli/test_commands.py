@@ -23,7 +23,7 @@ OPTIONS = {
     "eval": ["--data", "--seq-len", "--json"],
     "plot": ["--out", "--over"],
     "plan": ["--set", "--card", "--device-memory", "--host-memory", "--gpus", "--json"],
-    "compile": ["--set"],
+    "compile": ["--set", "--tune"],
     "bench": ["--json"],
     "doctor": [],
 }

@@ -21,7 +21,7 @@ from llmq_nb.kernels import sim, sim_ops
 
 TIMEOUT = 60.0
 LOW = 0xFFFFFFFF
-_condition = threading.Condition()
+_condition = threading.Condition(threading.RLock())
 _barriers: dict[int, "MBarrier"] = {}
 _maps: list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
 _groups: dict[Any, "Group"] = {}
@@ -100,7 +100,7 @@ def tma_4d(shared: Any, handle: Any, x: Any, y: Any, z: Any, w: Any, barrier: An
     x, y, z, w, shared = int(x), int(y), int(z), int(w), int(shared)
     assert shared % 1024 == 0
     for r in range(box[2]):
-        inside = z + r < extents[2] and w < extents[3] and y < extents[1] and x < extents[0]
+        inside = 0 <= z + r < extents[2] and w < extents[3] and y < extents[1] and x < extents[0]
         start = address + w * strides[2] + (z + r) * strides[1] + y * strides[0] + x * 2
         for c in range(8):
             data = sim.read(start + c * 16, 16) if inside else bytes(16)
@@ -129,13 +129,26 @@ def _group(key: Any, threads: int = 128) -> Group:
         return _groups.setdefault(key, Group(threads))
 
 
+def _bar(number: Any, threads: Any, *, wait: bool) -> None:
+    """A named barrier: the phase ends when `threads` have come, waiting or not."""
+    with _condition:
+        barrier = _barriers.setdefault(-1 - int(number), MBarrier(int(threads)))
+        phase = barrier.phase
+        barrier.add(1, 0)
+        if wait and not _condition.wait_for(lambda: barrier.phase != phase, TIMEOUT):
+            raise RuntimeError(f"not everybody comes to barrier {number}")
+
+
 def bar_sync(number: Any, threads: Any) -> None:
-    _group(("bar", int(number)), int(threads)).barrier.wait(TIMEOUT)
+    _bar(number, threads, wait=True)
+
+
+def bar_arrive(number: Any, threads: Any) -> None:
+    _bar(number, threads, wait=False)
 
 
 def _elements(descriptor: Any, offsets: np.ndarray) -> np.ndarray:
     """bfloat16 values at byte offsets from a descriptor's start, through the swizzle."""
-    assert int(descriptor) >> 62 == 1 and (int(descriptor) >> 32 & 0x3FFF) << 4 == 1024
     window = _window()
     start = ((int(descriptor) & 0x3FFF) << 4) - (window.ctypes.data & 0x3FFFF)
     at = start % (1 << 18) + offsets
@@ -196,7 +209,8 @@ def _make_nothing(*_: Any, **__: Any) -> Callable[..., None]:
 
 
 STAND_INS: dict[str, Any] = {
-    "smem_addr": _smem_addr, "bar_sync": bar_sync, "mbar_init": mbar_init,
+    "smem_addr": _smem_addr, "bar_sync": bar_sync, "bar_arrive": bar_arrive,
+    "settle": _nothing, "make_settle": _make_nothing, "mbar_init": mbar_init,
     "mbar_expect": mbar_expect, "mbar_arrive": mbar_arrive, "mbar_wait": mbar_wait,
     "tensor_map": tensor_map, "tma_4d": tma_4d, "bulk_g2s": bulk_g2s, "make_wgmma": make_wgmma,
     "fence_async": _nothing, "wgmma_commit": _nothing, "make_pin": _make_nothing,

@@ -1,20 +1,20 @@
 """The sm_90 attention kernels on emulated mbarriers, TMA and wgmma (hopper_emulation.py), against
-the oracle and bounds of test_attention, which runs them on a GPU."""
+the oracle and bounds of attention_checks; test_attention_gpu runs them on a GPU."""
 
 from typing import Any
 
 import pytest
 
 from llmq_nb.kernels import (
-    attention,
     attention_hopper,
     attention_hopper_backward,
     attention_hopper_dkdv,
     attention_hopper_tiles,
 )
+from llmq_nb.kernels.attention_launch import default_tiles
+from tests.kernels.attention_checks import check_backward, check_forward
 from tests.kernels.harness import Device, run_sim
 from tests.kernels.hopper_emulation import install
-from tests.kernels.test_attention import check_backward, check_forward
 
 MODULES = [
     attention_hopper,
@@ -27,7 +27,7 @@ MODULES = [
 def check(device: Device, **case: Any) -> None:
     """One block, so that it takes several work items."""
     install(MODULES, blocks=1)
-    tiles = attention.default_tiles(case["D"], attention_hopper_tiles.CC)
+    tiles = default_tiles(case["D"], attention_hopper_tiles.CC)
     check_forward(device, tiles=tiles, **case)
     check_backward(device, tiles=tiles, **case)
 

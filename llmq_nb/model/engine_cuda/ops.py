@@ -27,6 +27,7 @@ from llmq_nb.kernels import (
     rope,
     swiglu,
 )
+from llmq_nb.kernels.attention_choice import AttentionShape, chosen_tiles
 from llmq_nb.kernels.matmul import Products, Shape
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
@@ -68,6 +69,8 @@ class CudaOps:
         self.products = Products(
             device=device.ordinal, workspace=tensors["engine/workspace"].data, choices=tuning
         )
+        shape = AttentionShape(self.B, self.T, model.H, model.G, model.D)
+        self.tiles = chosen_tiles(self.products.choices, shape, device.cc)
         self.fp8 = Fp8Products(
             config, model, tensors, self.products, stream=stream, measures_weights=measures_weights
         )
@@ -204,7 +207,7 @@ class CudaOps:
     def attention(self, out: Tensor, lse: Tensor, heads: Tensor, segment_start: Tensor) -> None:
         attention.attention_launch(
             out.data, lse.data, heads.data, segment_start.data, B=self.B, T=self.T,
-            **self._heads(), **self._common(heads),
+            tiles=self.tiles, **self._heads(), **self._common(heads),
         )  # fmt: skip
         self.fp8.measure(out)
 
@@ -219,7 +222,8 @@ class CudaOps:
     ) -> None:
         attention.attention_backward_launch(
             dheads.data, self._scratch, dout.data, out.data, lse.data, heads.data,
-            segment_start.data, B=self.B, T=self.T, **self._heads(), **self._common(heads),
+            segment_start.data, B=self.B, T=self.T, tiles=self.tiles, **self._heads(),
+            **self._common(heads),
         )  # fmt: skip
 
     # ---- products ------------------------------------------------------------------------------

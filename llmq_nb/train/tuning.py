@@ -1,0 +1,128 @@
+"""What a machine found fastest: the products' algorithms and attention's tile shapes.
+
+The choices are integers by name, kept in one file for a GPU model and library version, and with
+every run, whose own choices come first: a resumed run has the bits it started with. Products that
+have no choice yet are timed when a run starts; attention keeps its defaults until
+`llmq-nb compile --tune` times both anew, which changes new runs only.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmq_nb.core.device import Device, allocate, free, synchronize_stream
+from llmq_nb.core.errors import UserError
+from llmq_nb.core.sizes import format_bytes
+from llmq_nb.kernels.attention_choice import (
+    KERNELS,
+    AttentionShape,
+    AttentionTimer,
+    is_attention,
+    timing_bytes,
+)
+from llmq_nb.kernels.attention_launch import candidates
+from llmq_nb.kernels.cache import cache_folder, write_atomically
+from llmq_nb.kernels.matmul import WORKSPACE_BYTES, WORTHWHILE, library_version
+from llmq_nb.model.engine_cuda.ops import CudaOps
+
+Choices = dict[str, int]
+RESERVE = 256 << 20
+"""Device memory left free while timing, for modules and cuBLASLt [bytes]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One kernel's or product's candidates."""
+
+    name: str
+    seconds: list[float]
+    """Of a launch with each candidate; the first is the default."""
+    labels: list[str]
+
+    @property
+    def chosen(self) -> int:
+        """The fastest, if it is clearly faster than the default."""
+        best = int(np.argmin(self.seconds))
+        return best if self.seconds[best] < WORTHWHILE * self.seconds[0] else 0
+
+
+# ---- the machine's file ------------------------------------------------------------------------
+def _file(device: Device) -> Path:
+    name = "".join(c if c.isalnum() else "-" for c in device.name)
+    return cache_folder() / f"products-{name}-cublaslt-{library_version()}.json"
+
+
+def machine_tuning(device: Device) -> Choices:
+    """The choices made on this machine before: later runs have the same bits, and start faster."""
+    try:
+        found = json.loads(_file(device).read_text(encoding="utf-8"))
+        return {str(shape): int(choice) for shape, choice in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError):  # none yet, or a torn file: time again
+        return {}
+
+
+def keep_machine_tuning(device: Device, choices: Choices, *, replace: bool = False) -> None:
+    """Add new shapes' choices; those that were there stay, unless they are to be replaced. A run's
+    attention shapes are not added: they are defaults, or came from here."""
+    before = machine_tuning(device)
+    if replace:
+        merged = before | choices
+    else:
+        merged = {k: v for k, v in choices.items() if not is_attention(k)} | before
+    write_atomically(_file(device), json.dumps(merged, indent=1, sort_keys=True).encode())
+
+
+def known_tuning(device: Device, saved: Choices | None) -> Choices:
+    """What a run starts with. saved: the choices of an earlier start of it, which come first; a run
+    that has none for its attention started with the default shapes."""
+    machine = machine_tuning(device)
+    if saved is None:
+        return machine
+    return {k: v for k, v in machine.items() if not is_attention(k)} | saved
+
+
+# ---- llmq-nb compile --tune --------------------------------------------------------------------
+def tune(ops: CudaOps, progress: Callable[[str], None]) -> list[Timed]:
+    """Time every product and attention kernel of a run whose steps were prepared, and keep the
+    choices for the machine. UserError where the GPU has too little free memory.
+
+    progress: takes a line before each.
+    """
+    device, m = ops.device, ops.model
+    shape = AttentionShape(ops.B, ops.T, m.H, m.G, m.D)
+    with_attention = ops.config.precision.dtype == "bf16"
+    shapes = ops.products.shapes
+    products = 3 * 4 * max((max(s.N * s.M, s.N * s.K, s.M * s.K) for s in shapes), default=0)
+    needed = max(products, timing_bytes(shape) if with_attention else 0) + WORKSPACE_BYTES
+    available = device.free_bytes()
+    if needed + RESERVE > available:
+        short = format_bytes(needed + RESERVE - available)
+        raise UserError(
+            f"out of memory on {device.name}: tuning is {short} short",
+            where="compile --tune",
+            mend="end what else runs on the GPU, or lower batch.micro_batch",
+        )
+    total, found = len(shapes) + with_attention * len(KERNELS), []
+    memory = allocate(needed)
+    try:
+        ops.products.workspace = memory + needed - WORKSPACE_BYTES
+        ops.fill_memory(memory, needed - WORKSPACE_BYTES)
+        for i, product in enumerate(shapes):
+            progress(f"timing {i + 1} of {total}: {product}")
+            seconds = ops.products.times(ops.products.plan(product), memory, stream=ops.stream)
+            labels = [f"algorithm {k}" for k in range(len(seconds))]
+            found.append(Timed(str(product), seconds, labels))
+        if with_attention:
+            timer = AttentionTimer(shape, device.cc, memory, ops.stream)
+            for kernel, tiles in candidates(m.D, device.cc).items():
+                progress(f"timing {len(found) + 1} of {total}: {shape.name(kernel)}")
+                labels = [str(tile) for tile in tiles]
+                found.append(Timed(shape.name(kernel), timer.seconds(kernel), labels))
+        synchronize_stream(ops.stream)
+    finally:
+        free(memory)
+    keep_machine_tuning(device, {t.name: t.chosen for t in found}, replace=True)
+    return found

@@ -1,0 +1,144 @@
+"""What `compile --tune` keeps and what a run takes of it: the file's logic without a GPU; timing
+and runs on one (`gpu`)."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmq_nb.kernels.attention_choice import KERNELS, AttentionShape, chosen_tiles, is_attention
+from llmq_nb.kernels.attention_launch import candidates, default_tiles
+from llmq_nb.train import tuning
+from llmq_nb.train.tuning import Timed, keep_machine_tuning, known_tuning, machine_tuning
+from tests.e2e.runs import Cli, make_run
+
+CARD: Any = SimpleNamespace(name="NVIDIA X/Y 16")
+SHAPE = AttentionShape(2, 160, 4, 2, 64)
+FORWARD = SHAPE.name("forward")
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the machine's file lies."""
+    monkeypatch.setattr(tuning, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """As `folder`, on a machine without cuBLASLt."""
+    monkeypatch.setattr(tuning, "library_version", lambda: 130100)
+    return folder
+
+
+# ---- the machine's file ------------------------------------------------------------------------
+def test_a_run_adds_new_products_and_changes_nothing(machine: Path) -> None:
+    assert machine_tuning(CARD) == {}
+    keep_machine_tuning(CARD, {"forward 1x2x3": 4, FORWARD: 0})
+    keep_machine_tuning(CARD, {"forward 1x2x3": 5, "dgrad 1x2x3": 6})
+    assert machine_tuning(CARD) == {"forward 1x2x3": 4, "dgrad 1x2x3": 6}
+    assert len(list(machine.iterdir())) == 1
+
+
+def test_tuning_replaces(machine: Path) -> None:
+    keep_machine_tuning(CARD, {"forward 1x2x3": 4, "dgrad 1x2x3": 6})
+    keep_machine_tuning(CARD, {"forward 1x2x3": 5, FORWARD: 2}, replace=True)
+    assert machine_tuning(CARD) == {"forward 1x2x3": 5, "dgrad 1x2x3": 6, FORWARD: 2}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": "b"}', '{"a": null}'])
+def test_a_torn_file_counts_as_none(machine: Path, text: str) -> None:
+    keep_machine_tuning(CARD, {"a": 1})
+    next(machine.iterdir()).write_text(text)
+    assert machine_tuning(CARD) == {}
+    keep_machine_tuning(CARD, {"b": 2})
+    assert machine_tuning(CARD) == {"b": 2}
+
+
+def test_cards_do_not_share(machine: Path) -> None:
+    keep_machine_tuning(CARD, {"a": 1})
+    assert machine_tuning(SimpleNamespace(name="NVIDIA X/Y 24")) == {}  # type: ignore[arg-type]
+
+
+def test_a_resumed_run_keeps_its_own_choices(machine: Path) -> None:
+    """Also those that it made by not choosing: attention of a run that knew none is the default."""
+    kept = {"forward 1x2x3": 5, "dgrad 1x2x3": 6, FORWARD: 2}
+    keep_machine_tuning(CARD, kept, replace=True)
+    assert known_tuning(CARD, None) == kept
+    assert known_tuning(CARD, {"forward 1x2x3": 1}) == {"forward 1x2x3": 1, "dgrad 1x2x3": 6}
+    assert known_tuning(CARD, {FORWARD: 1})[FORWARD] == 1
+
+
+# ---- choices -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("cc", [(8, 0), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("D", [64, 128])
+def test_no_choice_is_the_default_and_is_noted(D: int, cc: tuple[int, int]) -> None:
+    shape = dataclasses.replace(SHAPE, D=D)
+    choices: dict[str, int] = {"forward 1x2x3": 3}
+    assert chosen_tiles(choices, shape, cc) == default_tiles(D, cc)
+    noted = {shape.name(kernel): 0 for kernel in KERNELS}
+    assert choices == {"forward 1x2x3": 3, **noted}
+    assert [is_attention(name) for name in choices] == [False, True, True, True]
+
+
+def test_a_choice_is_a_candidate_and_an_unknown_one_the_default() -> None:
+    shapes = candidates(64, (8, 9))
+    assert all(len(found) == len(set(found)) > 1 for found in shapes.values())
+    choices = {SHAPE.name("dq"): 1, FORWARD: len(shapes["forward"]), SHAPE.name("dkdv"): -1}
+    tiles, default = chosen_tiles(choices, SHAPE, (8, 9)), default_tiles(64, (8, 9))
+    assert tiles.dq == shapes["dq"][1] != default.dq
+    assert (tiles.forward, tiles.dkdv) == (default.forward, default.dkdv)
+    assert choices == {SHAPE.name("dq"): 1, FORWARD: 0, SHAPE.name("dkdv"): 0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"), [([1.0], 0), ([1.0, 0.99], 0), ([1.0, 0.97, 0.9], 2), ([1.0, 2.0], 0)]
+)
+def test_only_a_clearly_faster_candidate_is_chosen(seconds: list[float], chosen: int) -> None:
+    assert Timed("x", seconds, [""] * len(seconds)).chosen == chosen
+
+
+def test_without_a_gpu_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path, {})
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}  # where there is one
+    result = cli("compile", "config.toml", "--tune", cwd=run, env=hidden)
+    assert result.code == 2 and result.err.count("\n") == 1
+    assert "NVIDIA" in result.err and "cpu" in result.err
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------
+@pytest.mark.gpu
+def test_tuning_times_everything_and_new_runs_take_it(folder: Path) -> None:
+    from llmq_nb.train.engine_cuda import compile_kernels
+    from tests.train.test_engine_cuda import QWEN2, config_of, run_bits
+
+    config, lines = config_of(), []
+    ops = compile_kernels(config, QWEN2, lambda _: None)
+    rows = tuning.tune(ops, lines.append)
+    assert [row.name for row in rows] == [*map(str, ops.products.shapes), *map(SHAPE.name, KERNELS)]
+    assert len(lines) == len(rows) and f"timing {len(rows)} of {len(rows)}" in lines[-1]
+    assert all(0 < s < 1 for row in rows for s in row.seconds)
+    assert machine_tuning(ops.device) == {row.name: row.chosen for row in rows}
+
+    other = {SHAPE.name(kernel): 1 for kernel in KERNELS}
+    keep_machine_tuning(ops.device, other, replace=True)
+    losses, weights, saved = run_bits(config, QWEN2)
+    assert other.items() <= saved.items()
+    keep_machine_tuning(ops.device, dict.fromkeys(other, 0), replace=True)
+    resumed = run_bits(config, QWEN2, tuning=saved)
+    assert resumed == (losses, weights, saved)
+
+
+@pytest.mark.gpu
+def test_too_little_memory_is_said_before_anything_is_timed(folder: Path) -> None:
+    from llmq_nb.core.errors import UserError
+    from llmq_nb.train.engine_cuda import compile_kernels
+    from tests.train.test_engine_cuda import QWEN2, config_of
+
+    ops = compile_kernels(config_of(), QWEN2, lambda _: None)
+    ops.B = 1 << 20
+    with pytest.raises(UserError, match="short"):
+        tuning.tune(ops, lambda _: None)
+    assert list(folder.iterdir()) == []
