@@ -55,6 +55,7 @@ def command(
     out = quiet if as_json else console
     model = resolve_model(parsed, out.print).model
     machine, reason = _machine(parsed, model.D, card, device_memory, host_memory)
+    _check_offload(parsed, machine)
     parsed = _with_fp8_units(parsed, machine)
     search = Search(parsed, model, machine.rates or H200, kind=machine.kind)
     report = make_report(parsed, model, machine, search)
@@ -74,16 +75,26 @@ def _check_supported(config: Config, gpus: int) -> None:
         what = f"devices = {list(config.parallel.devices or ())}"
         mend = "this version trains on one rank: leave it out"
         raise UserError(what, where="parallel.devices", mend=mend)
-    if config.memory.offload:
-        mend = "leave it out; memory.recompute and memory.head_chunks save device memory"
-        raise UserError("offload is not part of this version", where="memory.offload", mend=mend)
+
+
+def _check_offload(config: Config, machine: "Machine") -> None:
+    """Refuse what the engine of this machine will refuse."""
+    from llmq_nb.plan.rates import is_unified
+
+    what = f"offload = {list(config.memory.offload)}"
+    if config.memory.offload and machine.kind == "cpu":
+        mend = "the cpu engine's memory is host memory already: leave it out"
+        raise UserError(what, where="memory.offload", mend=mend)
+    if config.memory.offload and machine.rates is not None and is_unified(machine.rates):
+        what = f"{what}: {machine.rates.card} shares the host's memory"
+        raise UserError(what, where="memory.offload", mend="leave it out, it would free nothing")
 
 
 def _machine(
     config: Config, head_dim: int, card: str | None, device: str | None, host: str | None
 ) -> "tuple[Machine, str]":
     """What to plan for, and a line that says so."""
-    from llmq_nb.core.host import available_bytes
+    from llmq_nb.core.host import available_bytes, pinnable_bytes
     from llmq_nb.core.sizes import parse_bytes
     from llmq_nb.plan.limits import under_wsl
     from llmq_nb.plan.rates import CARDS, rates_of
@@ -102,27 +113,32 @@ def _machine(
     if head_dim not in CUDA_HEAD_DIMS:
         mend = f"the GPU's attention has {' and '.join(map(str, CUDA_HEAD_DIMS))}"
         raise UserError(f"head_dim {head_dim}", where="run.device", mend=mend)
-    name, why = (card, "as asked") if card else _local_card()
-    rates = rates_of(name)
+    name, why, here = (card, "as asked", False) if card else _local_card()
+    rates, host_source = rates_of(name), "by --host-memory"
+    if memory is None and here:
+        memory, host_source = pinnable_bytes(), "available"
     total = CARDS[rates.card].mib << 20 if given is None else given
     wsl = under_wsl() and given is None and card is None
     source = "on the card" if given is None else "by --device-memory"
-    return Machine("cuda", total, memory, source, rates, wsl), f"planned for {rates.card} ({why})"
+    machine = Machine("cuda", total, memory, source, rates, wsl, host_source)
+    return machine, f"planned for {rates.card} ({why})"
 
 
-def _local_card() -> tuple[str, str]:
-    """The GPU of this machine if its rates are known, else the measured one, and why."""
+def _local_card() -> tuple[str, str, bool]:
+    """The GPU of this machine if its rates are known, else the measured one; why; whether it is
+    here."""
     from llmq_nb.core.driver import find_driver
     from llmq_nb.plan.rates import rates_of
 
     driver = find_driver()
     if driver is None:
-        return DEFAULT_CARD, "no GPU here; --card names another"
+        return DEFAULT_CARD, "no GPU here; --card names another", False
     try:
         rates_of(driver.devices[0])
     except UserError:
-        return DEFAULT_CARD, f"{driver.devices[0]} is not in the table; --card names another"
-    return driver.devices[0], "the GPU of this machine"
+        why = f"{driver.devices[0]} is not in the table; --card names another"
+        return DEFAULT_CARD, why, False
+    return driver.devices[0], "the GPU of this machine", True
 
 
 def _with_fp8_units(config: Config, machine: "Machine") -> Config:

@@ -75,10 +75,11 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """A setting with its allocation [bytes] and the predicted time of an optimizer step [s]."""
+    """A setting with its allocations [bytes] and the predicted time of an optimizer step [s]."""
 
     setting: Setting
     total: int
+    host_total: int
     seconds: float
 
 
@@ -161,7 +162,7 @@ class Search:
         self.config, self.model, self.rates = config, model, rates
         self.kind: Kind = kind
         self._updates: dict[bool, float] = {}
-        self._planned: dict[Setting, tuple[int, int]] = {}
+        self._planned: dict[Setting, tuple[int, int, int]] = {}
 
     def seconds(self, setting: Setting) -> float:
         """Predicted time of an optimizer step."""
@@ -176,15 +177,21 @@ class Search:
         """Bytes of our allocation."""
         return self._sizes(setting)[0]
 
-    def _sizes(self, setting: Setting) -> tuple[int, int]:
-        """(our allocation, the temporaries in it) [bytes]."""
+    def host_total(self, setting: Setting) -> int:
+        """Bytes of pinned host memory."""
+        return self._sizes(setting)[2]
+
+    def _sizes(self, setting: Setting) -> tuple[int, int, int]:
+        """(our allocation, the temporaries in it, pinned host memory) [bytes]."""
         if setting not in self._planned:
             plan = run_plan(setting.applied(self.config), self.model, self.kind)
-            self._planned[setting] = plan.total, plan.group_bytes()["scratch"]
+            sizes = plan.total, plan.group_bytes()["scratch"], plan.host_total
+            self._planned[setting] = sizes
         return self._planned[setting]
 
-    def choose(self, limit: int) -> Choice | None:
-        """The fastest setting that takes at most `limit` bytes; None if none does.
+    def choose(self, limit: int, host: int | None = None) -> Choice | None:
+        """The fastest setting that takes at most `limit` bytes, and `host` bytes of pinned host
+        memory (None: no limit); None if none does.
 
         Of equally fast ones the one with the larger micro_batch, then the fewer recomputations.
         """
@@ -201,13 +208,15 @@ class Search:
                 largest[variant] = self._largest_micro_batch(lever, limit)
             if lever.micro_batch > largest[variant]:
                 continue
+            if host is not None and self.host_total(lever) > host:
+                continue
             found = self._fewest_chunks(lever, limit)
             if found is not None and (best is None or self._key(found) < best[0]):
                 best = self._key(found), self._choice(found)
         return None if best is None else best[1]
 
-    def smallest(self) -> Choice:
-        """The setting that takes the least memory."""
+    def smallest(self, host: int | None = None) -> Choice:
+        """The setting that takes the least memory of the device."""
         ones = [s for s in settings(self.config) if s.micro_batch == 1]
         most = chunk_counts(self.config, 1)[-1]
         bound = min(self.total(s) for s in ones if s.head_chunks == most)
@@ -220,12 +229,13 @@ class Search:
         return seconds, -setting.micro_batch, len(setting.recompute), setting.head_chunks
 
     def _choice(self, setting: Setting) -> Choice:
-        return Choice(setting, self.total(setting), self.seconds(setting))
+        total, _, host_total = self._sizes(setting)
+        return Choice(setting, total, host_total, self.seconds(setting))
 
     def _may_fit(self, setting: Setting, limit: int, most: int) -> bool:
         """Whether some number of chunks can fit: with the most it does, or lacks no more than the
         arena's gaps."""
-        total, temporaries = self._sizes(dataclasses.replace(setting, head_chunks=most))
+        total, temporaries, _ = self._sizes(dataclasses.replace(setting, head_chunks=most))
         return total - GAPS * temporaries <= limit
 
     def _largest_micro_batch(self, setting: Setting, limit: int) -> int:

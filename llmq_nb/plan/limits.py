@@ -1,8 +1,13 @@
-"""How much device memory our one allocation may take, and what a plan cannot know.
+"""How much memory our allocations may take, and what a plan cannot know.
 
-    room = min(device memory, memory.device_limit) - CONTEXT - RESERVE
+    device   min(device memory, memory.device_limit) - CONTEXT - RESERVE
+    host     min(what the machine can pin, memory.host_limit)
 
-Source   Contexts: 291 MiB on an RTX 3090 (llama.cpp), 0.5 GiB on an A100. WSL2: Windows keeps
+The engine refuses by the same constants that `llmq-nb plan` counts with.
+
+Source   CONTEXT + RESERVE: on an H200 a process of 1.5B FP8 training took 535 MiB beside our
+         allocation, 541 MiB with all of it offloaded (nvidia-smi).
+         Contexts: 291 MiB on an RTX 3090 (llama.cpp), 0.5 GiB on an A100. WSL2: Windows keeps
          about 15 % of a card (ollama), pinned memory ends at 0.5 to 1 GiB in total (NVIDIA's WSL
          guide and issue reports). A driven display: 0.35 to 1.2 GiB.
 """
@@ -10,10 +15,14 @@ Source   Contexts: 291 MiB on an RTX 3090 (llama.cpp), 0.5 GiB on an A100. WSL2:
 from llmq_nb.config import Config
 from llmq_nb.core.sizes import parse_bytes
 
-CONTEXT = 512 << 20
-"""The CUDA context: what a process takes before it allocates [bytes]; an upper estimate."""
-RESERVE = 512 << 20
-"""Kernels, recorded graphs and cuBLASLt beside our one allocation [bytes]."""
+CONTEXT = 384 << 20
+"""The CUDA context: what a process takes before it allocates [bytes]; an estimate."""
+RESERVE = 256 << 20
+"""Kernels, recorded graphs and cuBLASLt beside our one allocation [bytes]; an estimate."""
+LIMIT_RESERVE = CONTEXT + RESERVE
+"""What the process takes besides: within 128 MiB of what was measured."""
+RING_SLOTS = 3
+"""Pinned copies of a micro-batch's inputs: one being filled, one being copied, one spare."""
 WSL_SHARE = 0.85
 """Of a card's memory that a process gets under WSL2."""
 WSL_PINNED = 512 << 20
@@ -26,6 +35,18 @@ def device_limit(config: Config) -> int | None:
     """`memory.device_limit` in bytes."""
     text = config.memory.device_limit
     return None if text is None else parse_bytes(text, where="memory.device_limit")
+
+
+def host_limit(config: Config) -> int | None:
+    """`memory.host_limit` in bytes."""
+    text = config.memory.host_limit
+    return None if text is None else parse_bytes(text, where="memory.host_limit")
+
+
+def host_room(config: Config, available: int | None) -> int | None:
+    """Bytes of buffers that may be pinned; None: nothing is known. available: on the machine."""
+    known = [n for n in (host_limit(config), available) if n is not None]
+    return max(0, min(known)) if known else None
 
 
 def room_now(config: Config, free: int) -> int:

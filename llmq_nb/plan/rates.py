@@ -167,6 +167,12 @@ def predicted(name: str) -> Rates:
     )
 
 
+def is_unified(rates: Rates) -> bool:
+    """Whether the GPU has no memory of its own: offload would free nothing."""
+    card = CARDS.get(rates.card)
+    return card is not None and card.build == "unified"
+
+
 def at(curve: Curve, size: int) -> float:
     """The curve's rate at a size."""
     if size <= curve[0][0]:

@@ -15,7 +15,7 @@ from llmq_nb.model.parameters import parameter_count
 from llmq_nb.plan.buffers import Group
 from llmq_nb.plan.cost import tokens_per_second
 from llmq_nb.plan.fit import LEVERS, Choice, changes, run_plan, setting_of
-from llmq_nb.plan.limits import device_limit
+from llmq_nb.plan.limits import device_limit, host_limit
 from llmq_nb.plan.report import Report
 
 SHORT_STEP = 0.01
@@ -45,6 +45,9 @@ def to_json(report: Report) -> dict[str, Any]:
         "limit": r.limit,
         "reserve": r.reserve,
         "free": r.free,
+        "pinned": r.plan.host_total,
+        "host_limit": r.host_limit,
+        "host_free": r.host_free,
         "fits": r.fits,
         "suggestion": _choice_json(r, r.better),
         "least": _choice_json(r, r.least),
@@ -67,6 +70,7 @@ def _choice_json(r: Report, choice: Choice | None) -> dict[str, Any] | None:
     return {
         "setting": _setting_json(choice.setting.applied(r.config)),
         "allocation": choice.total,
+        "pinned": choice.host_total,
         "tokens_per_second": _rate(r, choice),
     }
 
@@ -85,9 +89,11 @@ def _table(r: Report) -> Table:
     table.add_column("which is")
     previous = None
     for line in r.lines:
-        if previous is not None and line.ours != previous.ours:
-            note = "one allocation, exact to the byte"
-            table.add_row("", "all of it", format_bytes(r.plan.total), note, style="bold")
+        if previous is not None and previous.ours and not line.ours:
+            host = previous.place == "pinned host"
+            note = "exact to the byte" if host else "one allocation, exact to the byte"
+            size = r.plan.host_total if host else r.plan.total
+            table.add_row("", "all of it", format_bytes(size), note, style="bold")
         same = previous is not None and previous.place == line.place
         where = "" if same else line.place
         table.add_row(where, line.category, format_bytes(line.nbytes), line.note)
@@ -116,26 +122,51 @@ def _verdict(r: Report) -> list[str]:
         lines.append(f"memory.policy = auto chose: {_list(chosen) or 'the setting as it is'}")
     if r.fits:
         lines.append(f"fits: {needed} of the {has}, {format_bytes(r.free)} free")
+        lines += _host_verdict(r)
         if r.better is not None:
             lines.append(f"faster, and fits: {_proposal(r, r.better)}")
         return lines
-    lines.append(f"short by {format_bytes(-r.free)}: needs {needed}, there are {has}")
+    if r.free < 0:
+        lines.append(f"short by {format_bytes(-r.free)}: needs {needed}, there are {has}")
+    lines += _host_verdict(r)
     if r.better is not None:
         return [*lines, f"cheapest way to fit: {_proposal(r, r.better)}"]
     assert r.least is not None
     least = format_bytes(r.least.total + r.reserve)
     lines.append(
-        f"no micro_batch, recompute or head_chunks makes it fit; the least is {least}:"
+        f"no setting of the memory levers makes it fit; the least is {least}{_pinned(r.least)}:"
         f" {_list(changes(r.asked, r.least.setting))}"
     )
     return [*lines, *_states(r)]
+
+
+def _host_verdict(r: Report) -> list[str]:
+    """Of what is offloaded, if anything is."""
+    if not r.plan.host_total:
+        return []
+    needs = f"{format_bytes(r.plan.host_total)}"
+    if r.host_limit is None or r.host_free is None:
+        return [f"pinned host memory: {needs}; --host-memory says whether there is as much"]
+    capped = host_limit(r.config) == r.host_limit
+    where = "by memory.host_limit" if capped else f"{r.machine.host_source}, less what is not ours"
+    has = f"{format_bytes(r.host_limit)} {where}"
+    if r.host_short:
+        short = format_bytes(-r.host_free)
+        return [f"short by {short} of pinned host memory: needs {needs}, there are {has}"]
+    return [f"pinned host memory: {needs} of the {has}, {format_bytes(r.host_free)} free"]
+
+
+def _pinned(choice: Choice) -> str:
+    if not choice.host_total:
+        return ""
+    return f" with {format_bytes(choice.host_total)} of pinned host memory"
 
 
 def _states(r: Report) -> list[str]:
     """Where nothing fits: what is left is how much each parameter takes."""
     o = r.config.optimizer
     if (o.master, o.m, o.v) == ("bf16", "bf16", "bf16"):
-        return ["a smaller model, or a card with more memory: offload is not part of this version"]
+        return ["a smaller model, or more memory on the card or the host"]
     small = dataclasses.replace(o, master="bf16", m="bf16", v="bf16")
     config = dataclasses.replace(r.config, optimizer=small)
     sizes = [_states_bytes(c, r.model, r) for c in (r.config, config)]
@@ -147,8 +178,9 @@ def _states(r: Report) -> list[str]:
 
 
 def _states_bytes(config: Config, model: ModelConfig, r: Report) -> int:
-    groups = run_plan(config, model, r.machine.kind).group_bytes()
-    return sum(groups.get(name, 0) for name in STATES)
+    plan = run_plan(config, model, r.machine.kind)
+    groups = [plan.group_bytes("device"), plan.group_bytes("host")]
+    return sum(found.get(name, 0) for found in groups for name in STATES)
 
 
 def _list(settings: list[str]) -> str:
@@ -157,7 +189,8 @@ def _list(settings: list[str]) -> str:
 
 def _proposal(r: Report, choice: Choice) -> str:
     """The settings to change, what they take, and their speed beside this plan's."""
-    text = f"{_list(changes(r.config, choice.setting))} ({format_bytes(choice.total + r.reserve)}"
+    needs = f"{format_bytes(choice.total + r.reserve)}{_pinned(choice)}"
+    text = f"{_list(changes(r.config, choice.setting))} ({needs}"
     rate = _rate(r, choice)
     return f"{text})" if rate is None else f"{text}, {_round(rate)} tokens/s)"
 

@@ -1,25 +1,36 @@
 """What `llmq-nb plan` says: which bytes go where, whether they fit, how fast the run will be.
 
-Our allocation is the plan that the engine executes, to the byte. What is not ours (the CUDA
-context, kernels, graphs) is a reserve, named apart. Host memory beside the pinned input slots, and
-all times, are estimates.
+Our allocations, on the GPU and of pinned host memory, are the plan that the engine executes, to the
+byte. What is not ours (the CUDA context, kernels, graphs) is a reserve, named apart. Other host
+memory and all times are estimates.
 """
 
 import dataclasses
+import math
 
 from llmq_nb.config import Config
 from llmq_nb.core.arena import aligned
 from llmq_nb.core.dtype import DType
-from llmq_nb.core.sizes import format_bytes, parse_bytes
+from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.config import ModelConfig
+from llmq_nb.model.parameters import model_parameters
 from llmq_nb.plan.buffers import Group, Plan, has_master
 from llmq_nb.plan.cost import Part, by_part, micro_step_work, optimizer_work
 from llmq_nb.plan.fit import Choice, Kind, Search, run_plan, setting_of
-from llmq_nb.plan.limits import CONTEXT, DISPLAY, RESERVE, WSL_PINNED, WSL_SHARE, device_limit
+from llmq_nb.plan.limits import (
+    CONTEXT,
+    DISPLAY,
+    LIMIT_RESERVE,
+    RESERVE,
+    RING_SLOTS,
+    WSL_PINNED,
+    WSL_SHARE,
+    device_limit,
+    host_room,
+)
+from llmq_nb.plan.places import Place
 from llmq_nb.plan.rates import CARDS, Rates
 
-RING_SLOTS = 3
-"""Pinned copies of a micro-batch's inputs: one being filled, one being copied, one spare."""
 PYTHON = 1 << 30
 """Interpreter, libraries and driver in host memory [bytes]; an estimate."""
 BATCH_BYTES = 16
@@ -48,7 +59,7 @@ PLAIN: tuple[Group, ...] = ("scratch", "workspace", "inputs", "results")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """nbytes of one category at one place. ours: part of our one allocation, exact."""
+    """nbytes of one category at one place. ours: part of our allocation there, exact."""
 
     place: str
     category: str
@@ -71,8 +82,8 @@ class Speed:
 class Machine:
     """What a plan is made for. device_memory: of the card, or for "cpu" the host's [bytes].
 
-    source: where the memory is, such as "on the card". rates: None: no speed is predicted.
-    wsl: Linux inside Windows.
+    host_memory: for everything on the host; None: not known. source, host_source: where the memory
+    is, such as "on the card". rates: None: no speed is predicted. wsl: Linux inside Windows.
     """
 
     kind: Kind
@@ -81,12 +92,16 @@ class Machine:
     source: str
     rates: Rates | None
     wsl: bool = False
+    host_source: str = "by --host-memory"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """asked: the config as it came. config: as planned, resolved where policy = "auto". limit: of
-    our allocation; reserve: what else there must be. free: negative where it is short."""
+    our allocation; reserve: what else there must be. free: negative where it is short.
+
+    host_limit, host_free: the same of buffers in pinned host memory; None: not known, no limit.
+    """
 
     asked: Config
     config: Config
@@ -97,6 +112,8 @@ class Report:
     limit: int
     reserve: int
     free: int
+    host_limit: int | None
+    host_free: int | None
     speed: Speed | None
     better: Choice | None
     """A setting that fits where this one does not, or that is faster."""
@@ -106,25 +123,32 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        return self.free >= 0
+        return self.free >= 0 and not self.host_short
+
+    @property
+    def host_short(self) -> bool:
+        """Whether the host has too little for what is offloaded."""
+        return self.plan.host_total > 0 and self.host_free is not None and self.host_free < 0
 
 
 def make_report(config: Config, model: ModelConfig, machine: Machine, search: Search) -> Report:
     """Plan a run on a machine. search: over the same config, for what else would fit."""
     asked, reserve = config, reserve_of(config, machine)
     limit = usable(config, machine) - reserve
+    host = room_on_host(config, model, machine)
     chosen = least = better = None
     if config.memory.policy == "auto":
-        chosen = search.choose(limit) or search.smallest()
+        chosen = search.choose(limit, host) or search.smallest(host)
         config = chosen.setting.applied(config)
     plan = run_plan(config, model, machine.kind)
-    free = limit - plan.total
+    free, host_free = limit - plan.total, None if host is None else host - plan.host_total
+    fits = free >= 0 and (plan.host_total == 0 or host_free is None or host_free >= 0)
     if chosen is None:
-        better = search.choose(limit)
-    if free < 0 and better is None:
-        least = chosen or search.smallest()
+        better = search.choose(limit, host)
+    if not fits and better is None:
+        least = chosen or search.smallest(host)
     speed = None if machine.rates is None else predict(config, model, machine.rates)
-    if better is not None and free >= 0:
+    if better is not None and fits:
         own = search.seconds(setting_of(config))
         better = better if own > FASTER * better.seconds else None
     found = Report(
@@ -133,10 +157,12 @@ def make_report(config: Config, model: ModelConfig, machine: Machine, search: Se
         model=model,
         machine=machine,
         plan=plan,
-        lines=tuple(_lines(config, plan, machine.kind)),
+        lines=tuple(_lines(config, model, plan, machine.kind)),
         limit=limit,
         reserve=reserve,
         free=free,
+        host_limit=host,
+        host_free=host_free,
         speed=speed,
         better=better,
         least=least,
@@ -156,7 +182,20 @@ def usable(config: Config, machine: Machine) -> int:
 
 def reserve_of(config: Config, machine: Machine) -> int:
     """Bytes of it that are not for our allocation."""
-    return CONTEXT + RESERVE if machine.kind == "cuda" else PYTHON + _batch_bytes(config)
+    return LIMIT_RESERVE if machine.kind == "cuda" else PYTHON + _batch_bytes(config)
+
+
+def room_on_host(config: Config, model: ModelConfig, machine: Machine) -> int | None:
+    """Bytes for buffers in pinned host memory; None: not known, no limit."""
+    if machine.kind == "cpu":
+        return 0
+    memory = machine.host_memory
+    return host_room(config, None if memory is None else memory - pageable_bytes(config, model))
+
+
+def pageable_bytes(config: Config, model: ModelConfig) -> int:
+    """What a run on a GPU takes of the host beside pinned buffers."""
+    return PYTHON + _batch_bytes(config) + _largest_tensor(config, model)
 
 
 def predict(config: Config, model: ModelConfig, rates: Rates) -> Speed:
@@ -188,19 +227,13 @@ def _batch_bytes(config: Config) -> int:
     return 2 * BATCH_BYTES * config.tokens_per_step(world_size=1)
 
 
-def _lines(config: Config, plan: Plan, kind: Kind) -> list[Line]:
-    place = "GPU" if kind == "cuda" else "host"
-    groups = plan.group_bytes()
-    out = []
-    for group in NOTES:
-        if groups.get(group):
-            out.append(Line(place, group, groups[group], _note(config, plan, group), ours=True))
-    out += [Line(place, g, n, ours=True) for g, n in groups.items() if g not in NOTES and n]
-    largest = max(b.nbytes for b in plan.buffers if b.group in ("master", "m", "v", "weights"))
+def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[Line]:
+    out = _ours(config, plan, "device", "GPU" if kind == "cuda" else "host")
     if kind == "cuda":
         out += [
             Line("GPU reserve", "CUDA context", CONTEXT, "beside it; an estimate"),
             Line("GPU reserve", "kernels, graphs", RESERVE, "beside it; an estimate"),
+            *_ours(config, plan, "host", "pinned host"),
             Line("pinned host", "input slots", pinned_bytes(plan), "tokens on their way"),
         ]
     out += [
@@ -208,6 +241,7 @@ def _lines(config: Config, plan: Plan, kind: Kind) -> list[Line]:
         Line("host", "Python", PYTHON, "and libraries; an estimate"),
     ]
     if kind == "cuda":
+        largest = _largest_tensor(config, model)
         out.append(Line("host", "one tensor", largest, "at a time, for a checkpoint"))
     checkpoint = checkpoint_tensor_bytes(config, plan)
     keep = config.checkpoint.keep
@@ -216,20 +250,43 @@ def _lines(config: Config, plan: Plan, kind: Kind) -> list[Line]:
     return out
 
 
-def _note(config: Config, plan: Plan, group: Group) -> str:
+def _ours(config: Config, plan: Plan, place: Place, where: str) -> list[Line]:
+    """Our allocation at one place."""
+    groups = plan.group_bytes(place)
+    known = [*(g for g in NOTES if groups.get(g)), *(g for g in groups if g not in NOTES)]
+    return [
+        Line(where, g, groups[g], _note(config, plan, g, place), ours=True)
+        for g in known
+        if groups[g]
+    ]
+
+
+def _largest_tensor(config: Config, model: ModelConfig) -> int:
+    o = config.optimizer
+    width = max(DType(name).itemsize for name in (config.precision.dtype, o.master, o.m, o.v))
+    return width * max(math.prod(p.shape) for p in model_parameters(model))
+
+
+def _note(config: Config, plan: Plan, group: Group, place: Place) -> str:
     """What the category is, and the formats of most of it."""
+    if group not in NOTES:
+        return ""
     note = NOTES[group]
     if group == "weights" and not has_master(config):
         note = "the optimizer updates them"
+    if group == "activations" and place == "host":
+        note = "inputs of blocks, for backward"
     if group == "scratch":
         largest = max((b for b in plan.buffers if b.lifetime), key=lambda b: b.nbytes)
         name = largest.name.partition("/")[2]
-        return f"{note}; {name}: {format_bytes(largest.nbytes)}"
+        staging = sum(b.nbytes for b in plan.buffers if b.name.startswith("stage/"))
+        more = f"; to and from the host: {format_bytes(staging)}" if staging else ""
+        return f"{note}; {name}: {format_bytes(largest.nbytes)}{more}"
     if group in PLAIN:
         return note
     formats: dict[DType, int] = {}
     for b in plan.buffers:
-        if b.group == group:
+        if b.group == group and b.place == place:
             formats[b.dtype] = formats.get(b.dtype, 0) + b.nbytes
     most = sum(formats.values()) / 20
     shown = [str(dtype) for dtype, nbytes in formats.items() if nbytes > most]
@@ -242,7 +299,7 @@ def _warnings(r: Report) -> list[str]:
     m, gpu = r.machine, r.machine.kind == "cuda"
     if gpu and m.wsl:
         out.append(f"WSL2: Windows keeps part of the card; planned with {WSL_SHARE:.0%} of it")
-        pinned = pinned_bytes(r.plan)
+        pinned = pinned_bytes(r.plan) + r.plan.host_total
         if pinned > WSL_PINNED:
             out.append(f"WSL2: {format_bytes(pinned)} of pinned memory may be more than it gives")
     if gpu and m.device_memory in SOLD and r.config.memory.device_limit is None:
@@ -253,13 +310,8 @@ def _warnings(r: Report) -> list[str]:
     card = CARDS.get(m.rates.card) if m.rates else None
     if gpu and card is not None and card.build == "unified":
         out.append(f"{m.rates.card if m.rates else ''}: GPU and host share this memory")
-    host = sum(line.nbytes for line in r.lines if line.place.startswith("host") and not line.ours)
-    if gpu and m.host_memory is not None and host > m.host_memory:
+    host = sum(line.nbytes for line in r.lines if line.place == "host")
+    if gpu and not r.plan.host_total and m.host_memory is not None and host > m.host_memory:
         needs, has = format_bytes(host), format_bytes(m.host_memory)
         out.append(f"host memory is short: needs {needs}, has {has}")
-    text = r.config.memory.host_limit
-    if gpu and text is not None:
-        pinned = pinned_bytes(r.plan)
-        if pinned > parse_bytes(text, where="memory.host_limit"):
-            out.append(f"memory.host_limit = {text!r} is below the pinned {format_bytes(pinned)}")
     return out

@@ -3,15 +3,12 @@
 from llmq_nb.config import Config
 from llmq_nb.core.device import Device
 from llmq_nb.core.errors import UserError
-from llmq_nb.core.sizes import format_bytes, parse_bytes
+from llmq_nb.core.sizes import format_bytes
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.offload.pinned import HostMemory
 from llmq_nb.plan.buffers import Plan
-from llmq_nb.plan.limits import RESERVE, device_limit
+from llmq_nb.plan.limits import LIMIT_RESERVE, RESERVE, device_limit, host_limit
 from llmq_nb.report.console import announce
-
-LIMIT_RESERVE = 640 << 20
-"""What `memory.device_limit` keeps for the context, modules, graphs and cuBLASLt; an estimate."""
 
 
 def check_offload(config: Config, device: Device) -> None:
@@ -45,9 +42,7 @@ def check_memory(plan: Plan, device: Device, config: Config | None = None) -> No
 
 def host_memory(plan: Plan, config: Config) -> HostMemory:
     """Pin what the plan puts on the host, with lines of progress. UserError."""
-    text = config.memory.host_limit
-    limit = None if text is None else parse_bytes(text, where="memory.host_limit")
-    return HostMemory(plan.host_chunks(), limit=limit, announce=announce)
+    return HostMemory(plan.host_chunks(), limit=host_limit(config), announce=announce)
 
 
 def tensors_at(plan: Plan, base: int, host: HostMemory | None) -> dict[str, Tensor]:

@@ -50,6 +50,7 @@ from llmq_nb.model.engine_cuda.scalars import pack_scalars
 from llmq_nb.model.ops import Scalars
 from llmq_nb.offload.cuda_transfer import CudaTransfer
 from llmq_nb.plan.buffers import Group, make_plan
+from llmq_nb.plan.limits import RING_SLOTS
 from llmq_nb.plan.workspace import workspace_buffers
 from llmq_nb.report.console import announce
 from llmq_nb.report.metrics import TensorHealth
@@ -60,9 +61,6 @@ from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.rank import Rank, State, make_rank
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
 from llmq_nb.train.tuning import keep_machine_tuning, known_tuning
-
-SLOTS = 3
-"""Slots of the ring: one being filled, one being copied, one spare."""
 
 
 class CudaEngine:
@@ -313,7 +311,7 @@ class _Ring:
         self.stream = stream
         sizes = [-(-t.nbytes // 256) * 256 for t in self.targets]
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.slots = [_Slot(Pinned(sum(sizes)), create_event()) for _ in range(SLOTS)]
+        self.slots = [_Slot(Pinned(sum(sizes)), create_event()) for _ in range(RING_SLOTS)]
         self.next = 0
 
     def close(self) -> None:
@@ -332,7 +330,7 @@ class _Ring:
         """Copy a micro-step's inputs into the fixed buffers, in stream order."""
         d = driver()
         slot = self.slots[self.next]
-        self.next = (self.next + 1) % SLOTS
+        self.next = (self.next + 1) % RING_SLOTS
         check(d.cuEventSynchronize(slot.free), "waiting for an input slot")
         arrays = (tokens, targets, segment_start, order, pack_scalars(scalars))
         for tensor, offset, array in zip(self.targets, self.offsets, arrays, strict=True):

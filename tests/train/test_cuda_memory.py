@@ -7,7 +7,8 @@ import pytest
 
 from llmq_nb.core.errors import UserError
 from llmq_nb.plan.buffers import Plan
-from llmq_nb.train.cuda_memory import LIMIT_RESERVE, RESERVE, check_memory, check_offload
+from llmq_nb.plan.limits import LIMIT_RESERVE, RESERVE
+from llmq_nb.train.cuda_memory import check_memory, check_offload
 from tests.model.harness import make_config
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -57,7 +58,7 @@ def test_what_is_free_counts_where_it_is_less_than_the_limit():
     limit = {"device_limit": "80GiB"}
     assert refused(4 * GIB - RESERVE, 4 * GIB, **limit) is None
     text = refused(4 * GIB, 4 * GIB, **limit)
-    assert text is not None and "512 MiB short" in text and "free 4.00 GiB" in text
+    assert text is not None and "256 MiB short" in text and "free 4.00 GiB" in text
 
 
 def test_offload_is_refused_where_memory_is_shared():
