@@ -258,6 +258,8 @@ class LogConfig:
     """Writers beside log.jsonl; each needs its extra."""
     health_every: int = 0
     """Optimizer steps between two FP8 health records; 0: none."""
+    device_every: int = 10
+    """Optimizer steps between two records of the GPUs' power, clocks, memory and PCIe; 0: none."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite gradient norm does: stop the run, or skip that step's update."""
     sample: str | None = None
@@ -265,8 +267,9 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         check(self.every >= 1, f"{self.every}", "log.every", "must be at least 1")
-        ok = self.health_every >= 0
-        check(ok, f"{self.health_every}", "log.health_every", "must be 0 or more")
+        for key in ("health_every", "device_every"):
+            value = getattr(self, key)
+            check(value >= 0, f"{value}", f"log.{key}", "must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,9 @@
-"""Tests marked gpu are deselected (and counted) where there is no GPU; the header says so."""
+"""Tests marked gpu or browser are deselected (and counted) where there is none.
+
+The header says so.
+"""
+
+import shutil
 
 import hypothesis
 import pytest
@@ -12,11 +17,14 @@ hypothesis.settings.load_profile("unhurried")
 
 def pytest_report_header() -> str:
     count = device_count()
-    return f"{count} GPU(s)" if count else "no GPU or driver, tests marked gpu are deselected"
+    gpus = f"{count} GPU(s)" if count else "no GPU or driver, tests marked gpu are deselected"
+    found = shutil.which("chromium") is not None
+    return f"{gpus}; {'Chromium' if found else 'no Chromium, tests marked browser are deselected'}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {"gpu": device_count() < 1, "multi_gpu": device_count() < 2}
+    missing["browser"] = shutil.which("chromium") is None
     dropped = [
         i for i in items if any(absent and i.get_closest_marker(m) for m, absent in missing.items())
     ]

@@ -20,6 +20,7 @@ COMMANDS = (
     "generate",
     "eval",
     "plot",
+    "report",
     "plan",
     "compile",
     "bench",

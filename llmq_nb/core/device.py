@@ -117,6 +117,12 @@ class Device:
         check(driver().cuCtxSynchronize(), f"cuCtxSynchronize of device {self.ordinal}")
 
 
+def pci_bus_id(device: Device) -> str:
+    """Such as 0000:3B:00.0, the name that every tool of the driver's knows the GPU by."""
+    name = check(driver().cuDeviceGetPCIBusId(32, device.handle), "cuDeviceGetPCIBusId")
+    return name.split(b"\0")[0].decode()
+
+
 @cache
 def open_device(ordinal: int = 0) -> Device:
     """Open a GPU and make it current.

@@ -2,10 +2,10 @@
 
     {"log": "step", "time": "2026-01-31T12:00:00.123+00:00", "step": 7, "loss": 2.5, ...}
 
-Kinds: cmd, config, step, health, eval, checkpoint, info. JSON has no NaN and no infinity: such a
-value is null, and beside it `<key>_text` says which. A line is one write to a file opened for
-appending, so a reader sees whole lines; what a crash leaves of the last one goes when the log is
-opened again.
+Kinds: cmd, config, step, health, device, eval, checkpoint, info. JSON has no NaN and no infinity:
+such a value is null, and beside it `<key>_text` says which. A line is one write to a file opened
+for appending, so a reader sees whole lines; what a crash leaves of the last one goes when the log
+is opened again.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from llmq_nb.core.errors import MachineError, UserError
 from llmq_nb.core.files import atomic_file, remove_torn
-from llmq_nb.report.metrics import EvalMetrics, HealthMetrics, StepMetrics
+from llmq_nb.report.metrics import DeviceMetrics, EvalMetrics, HealthMetrics, StepMetrics
 
 
 class JsonlLog:
@@ -67,6 +67,9 @@ class JsonlLog:
     def health(self, metrics: HealthMetrics) -> None:
         self.write("health", **dataclasses.asdict(metrics))
 
+    def device(self, metrics: DeviceMetrics) -> None:
+        self.write("device", **dataclasses.asdict(metrics))
+
     def evaluation(self, metrics: EvalMetrics) -> None:
         self.write("eval", **dataclasses.asdict(metrics))
 
@@ -111,10 +114,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def _identity(record: Mapping[str, Any], index: int) -> tuple[Any, ...]:
     """What is the same for two records of one event."""
     step = record.get("step")
-    repeats = record.get("log") in ("step", "health", "eval", "checkpoint") and isinstance(
-        step, int
-    )
-    return (record["log"], step) if repeats else (index,)
+    repeats = record.get("log") in ("step", "health", "device", "eval", "checkpoint")
+    return (record["log"], step) if repeats and isinstance(step, int) else (index,)
 
 
 def _records(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:

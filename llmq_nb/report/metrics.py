@@ -61,6 +61,40 @@ class HealthMetrics:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """What one GPU does at one moment; None where the card or its driver does not tell."""
+
+    index: int
+    """Of the run's devices, from 0."""
+    power: float | None
+    power_limit: float | None
+    """[W]"""
+    sm_clock: int | None
+    memory_clock: int | None
+    """[MHz]"""
+    temperature: int | None
+    """[degrees Celsius]"""
+    utilization: float | None
+    """Share of the time with a kernel running."""
+    memory: int | None
+    """Memory in use on the card, by whatever process [bytes]."""
+    throttled: tuple[str, ...] | None
+    """Why its clocks are below their highest."""
+    pcie_sent: float | None
+    pcie_received: float | None
+    """By the GPU [bytes/s]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMetrics:
+    """The run's GPUs, every `log.device_every` steps."""
+
+    step: int
+    """Optimizer steps done when it was asked for."""
+    devices: tuple[DeviceFacts, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EvalMetrics:
     """One evaluation on the validation store."""
 

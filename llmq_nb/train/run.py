@@ -19,9 +19,11 @@ from llmq_nb.config_file import to_toml
 from llmq_nb.core.errors import MachineError, UserError
 from llmq_nb.core.files import atomic_file, remove_torn
 from llmq_nb.report.console import Console, announce
+from llmq_nb.report.device import DeviceMonitor
 from llmq_nb.report.jsonl import JsonlLog, read_log
 from llmq_nb.report.metrics import HealthMetrics, StepMetrics
 from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
+from llmq_nb.train.facts import start_facts, watch_devices
 from llmq_nb.train.inference import Inference
 from llmq_nb.train.signals import Signals
 from llmq_nb.train.trainer import Trainer
@@ -58,13 +60,14 @@ def run(
         with JsonlLog(trainer.out_dir / "log.jsonl", resumed_step=done) as log:
             log.cmd(argv)
             log.config(to_toml(config))
-            log.info(trainer.device.reason)
-            loop = Loop(trainer, log, trackers, signals)
-            try:
-                last = loop.run()
-            finally:
-                for tracker in trackers:
-                    tracker.close()
+            log.info(trainer.device.reason, **start_facts(trainer))
+            with watch_devices(trainer, log) as monitor:
+                loop = Loop(trainer, log, trackers, signals, monitor)
+                try:
+                    last = loop.run()
+                finally:
+                    for tracker in trackers:
+                        tracker.close()
         if signals.received is not None:
             where = "no step was made" if last is None else f"checkpoint: {last}"
             announce(f"stopped by signal {signals.received}; {where}")
@@ -118,8 +121,10 @@ class Loop:
         log: JsonlLog,
         trackers: Sequence[TrackerWriter],
         signals: Signals,
+        monitor: DeviceMonitor | None = None,
     ) -> None:
         self.trainer, self.log, self.trackers, self.signals = trainer, log, trackers, signals
+        self.monitor = monitor
         self.config = trainer.config
         self.last: Path | None = None
         self.saved_step = trainer.progress.step if trainer.resumed else -1
@@ -188,6 +193,11 @@ class Loop:
             self._track(metrics.step, values)
         if self.trainer.health is not None:
             self._report_health(console, self.trainer.health)
+        if self.monitor is not None:
+            for found in self.monitor.collect():
+                self.log.device(found)
+            if self._due(self.config.log.device_every):
+                self.monitor.request(metrics.step)
 
     def _report_health(self, console: Console, health: HealthMetrics) -> None:
         console.health(health)

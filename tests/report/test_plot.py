@@ -1,10 +1,8 @@
-"""plot_runs: what is drawn (read back from the figure's lines), the files, bad input."""
+"""plot_runs: what is drawn (read back from the figure's lines), the picture, bad input."""
 
-import html.parser
 import math
 import re
 import struct
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
@@ -12,7 +10,8 @@ import pytest
 from llmq_nb.core.errors import UserError
 from llmq_nb.report.jsonl import JsonlLog
 from llmq_nb.report.metrics import EvalMetrics, HealthMetrics, StepMetrics, TensorHealth
-from llmq_nb.report.plot import draw, load_run, plot_runs
+from llmq_nb.report.plot import draw, plot_runs
+from llmq_nb.report.runs import load_run
 
 
 def make_run(folder, *, steps=(1, 2, 3), loss=lambda s: 4.0 / s, every=2, tokens=100):
@@ -144,54 +143,6 @@ def test_png_is_1200_by_800(tmp_path):
     data = out.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (1200, 800)
-
-
-class Page(html.parser.HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.cells: list[str] = []
-        self._inside = False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        wanted = ("src", "href", "xlink:href", "data")
-        self.links += [v or "" for k, v in attrs if k in wanted]
-        self._inside = tag in ("td", "th")
-
-    def handle_data(self, data):
-        if self._inside:
-            self.cells.append(data)
-            self._inside = False
-
-
-def test_html_needs_nothing_else(tmp_path):
-    out = tmp_path / "x.html"
-    run = make_run(tmp_path / "a<b>&c")
-    plot_runs([run], out)
-    text = out.read_text()
-    page = Page(text)
-    assert all(link.startswith("#") for link in page.links)
-    assert "url(" not in text.replace("url(#", "")
-    summary = load_run(run, "a<b>&c").summary
-    assert page.cells == [*summary.keys(), *summary.values()]
-    picture = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
-    words = {e.text for e in picture.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"Learning rate", "a<b>&c", "a<b>&c, validation"} <= words
-
-
-def test_the_same_runs_give_the_same_html(tmp_path):
-    run = make_run(tmp_path / "a")
-    plot_runs([run], tmp_path / "1.html")
-    plot_runs([run], tmp_path / "2.html")
-    assert (tmp_path / "1.html").read_bytes() == (tmp_path / "2.html").read_bytes()
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path):
-    runs = [make_run(tmp_path / n / "run") for n in "ab"]
-    plot_runs(runs, tmp_path / "x.html")
-    cells = Page((tmp_path / "x.html").read_text()).cells
-    assert str(runs[0]) in cells and str(runs[1]) in cells
 
 
 def test_a_run_may_be_given_by_its_log_and_while_it_writes(tmp_path):
