@@ -55,7 +55,7 @@ DEFAULT = Options()
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one thread or block of a compiled kernel takes."""
+    """What one thread or block of a compiled kernel takes; -1: nvJitLink did not say."""
 
     registers: int
     stack_bytes: int
@@ -207,6 +207,8 @@ def to_ltoir(
 
 
 def _resources(ptx: str, log: str) -> Resources:
+    if not log.strip():  # seen when two processes compiled one kernel at the same moment
+        return Resources(-1, -1, -1, -1)
     used = re.search(r"[Uu]sed (\d+) registers", log)
     frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
     # all that is left of the log where nvJitLink took ptxas's work from a cache of its own

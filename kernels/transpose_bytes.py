@@ -58,7 +58,7 @@ def transpose(x: Any, *, dtype: str = "e4m3") -> Any:
 
     Returns (C, R rounded up to 16), zeros in the columns from R on. ValueError on other shapes.
 
-    >>> y = transpose_bytes.transpose(codes)
+    >>> y = transpose_bytes.transpose(quantize.quantize(x, elementwise.absmax(x))[0])
     """
     a = describe(x, dtype=DType(dtype), shape=(None, None), name="x")
     R, C = a.shape

@@ -63,6 +63,7 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
         },
         "swiglu": {"gate_up": bf16(3, 32), "dy": bf16(3, 16)},
         "transpose": {"x": bf16(16, 24)},
+        "transpose_bytes": {"x": bf16(16, 32)},
     }  # fmt: skip
 
 
