@@ -18,7 +18,8 @@ import pytest
 
 from tests.kernels.harness import ROOT, Device, run_sim
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+PLAIN = {BF16: np.int16, E4M3: np.uint8}
 H, G, D, B, T = 14, 2, 16, 2, 3
 
 
@@ -43,8 +44,9 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
             "logits": bf16(4, 48), "targets": np.int32([0, 47, -100, 5]), **scale
         },
         "elementwise": {"x": bf16(4, 8)},
-        "embedding": {
-            "tokens": tokens, "table": bf16(50, 16), "dx": bf16(B, T, 16),
+        "embedding": {"tokens": tokens, "table": bf16(50, 16)},
+        "embedding_backward": {
+            "tokens": tokens, "dx": bf16(B, T, 16),
             "order": np.argsort(tokens.reshape(-1), kind="stable").astype(np.int32),
         },
         "global_norm": {"g1": bf16(8), "g2": bf16(3, 16)},
@@ -63,6 +65,7 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
         },
         "swiglu": {"gate_up": bf16(3, 32), "dy": bf16(3, 16)},
         "transpose": {"x": bf16(16, 24)},
+        "transpose_bytes": {"codes": rng.uniform(-9, 9, (16, 32)).astype(E4M3)},
     }  # fmt: skip
 
 
@@ -102,16 +105,17 @@ def run(name: str, code: str, put: Callable[[np.ndarray], Any]) -> dict[str, np.
 def as_torch(array: np.ndarray) -> Any:
     import torch
 
-    if array.dtype == BF16:
-        return torch.from_numpy(array.view(np.int16).copy()).cuda().view(torch.bfloat16)
+    if array.dtype in PLAIN:
+        kind = {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn}[array.dtype]
+        return torch.from_numpy(array.view(PLAIN[array.dtype])).cuda().view(kind)
     return torch.from_numpy(array.copy()).cuda()
 
 
 def as_numba(array: np.ndarray) -> Any:
     from numba import cuda
 
-    if array.dtype == BF16:  # numba copies no types of ml_dtypes, but holds them
-        return cuda.to_device(array.view(np.uint16)).view(BF16)
+    if array.dtype in PLAIN:  # numba copies no types of ml_dtypes, but holds them
+        return cuda.to_device(array.view(PLAIN[array.dtype])).view(array.dtype)
     return cuda.to_device(np.ascontiguousarray(array))
 
 
