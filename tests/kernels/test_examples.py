@@ -36,12 +36,12 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
     tokens = rng.integers(0, 50, (B, T)).astype(np.int32)
     heads = {"qkv": bf16(B, T, (H + 2 * G) * D), "dqkv": bf16(B, T, (H + 2 * G) * D)}
     packed = {"qkv": bf16(4, 32 * D), "dheads": bf16(4, 32 * D)}
-    scale = {"scale": np.float32([0.25])}
+    scale = {"scale": np.array([0.25], np.float32)}
     return {
         "adamw": {"master": fp32(100), "m": fp32(100), "v": fp32(100), "grad": bf16(100)},
         "bias": {"dy": bf16(5, 40)},
         "cross_entropy": {
-            "logits": bf16(4, 48), "targets": np.int32([0, 47, -100, 5]), **scale
+            "logits": bf16(4, 48), "targets": np.array([0, 47, -100, 5], np.int32), **scale
         },
         "elementwise": {"x": bf16(4, 8)},
         "embedding": {"tokens": tokens, "table": bf16(50, 16)},
@@ -86,7 +86,7 @@ def host(x: Any) -> np.ndarray:
     if isinstance(x, np.ndarray):
         return x.reshape(-1).view(np.uint8)
     if type(x).__module__.startswith("torch"):
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         return x.contiguous().view(torch.uint8).cpu().numpy().reshape(-1)
     if hasattr(x, "copy_to_host"):
@@ -103,7 +103,7 @@ def run(name: str, code: str, put: Callable[[np.ndarray], Any]) -> dict[str, np.
 
 
 def as_torch(array: np.ndarray) -> Any:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     if array.dtype in PLAIN:
         kind = {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn}[array.dtype]
