@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from bench.harness import Bench
-from llmq_nb.kernels import embedding
+from llmq_nb.kernels import embedding, embedding_backward
 
 BF16 = ml_dtypes.bfloat16
 CASES = [(32768, 896, 151936), (32768, 1536, 151936), (16384, 4096, 128256)]  # (N, C, V)
@@ -25,7 +25,7 @@ def run(N: int, C: int, V: int, name: str, tokens: np.ndarray) -> None:
     with Bench("embedding_forward") as b:
         table, x = b.random((V, C), BF16), b.random((N, C), BF16)
         order = b.put(np.argsort(tokens, kind="stable").astype(np.int32))
-        scratch = b.empty(embedding.embedding_backward_scratch(N, C))
+        scratch = b.empty(embedding_backward.embedding_backward_scratch(N, C))
         t, distinct = b.put(tokens), np.unique(tokens).size
         sizes: dict[str, Any] = {"rows": N, "C": C, "V": V, "stream": b.stream}
         case = {"N": N, "C": C, "V": V, "tokens": name}
@@ -38,10 +38,10 @@ def run(N: int, C: int, V: int, name: str, tokens: np.ndarray) -> None:
         for accumulate in (True, False):
             b.measure(
                 {**case, "accumulate": accumulate},
-                lambda accumulate=accumulate: embedding.embedding_backward_launch(
+                lambda accumulate=accumulate: embedding_backward.embedding_backward_launch(
                     table, x, t, order, scratch=scratch, **sizes, accumulate=accumulate
                 ),
-                bytes=embedding.embedding_backward_bytes(
+                bytes=embedding_backward.embedding_backward_bytes(
                     N, C, V, distinct=distinct, accumulate=accumulate
                 ),
             )

@@ -11,7 +11,7 @@ from llmq_nb.config import Config
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.attention import attention_scratch_bytes
 from llmq_nb.kernels.bias import bias_backward_scratch
-from llmq_nb.kernels.embedding import embedding_backward_scratch
+from llmq_nb.kernels.embedding_backward import embedding_backward_scratch
 from llmq_nb.kernels.global_norm import CHUNK
 from llmq_nb.kernels.matmul import WORKSPACE_BYTES
 from llmq_nb.kernels.qk_norm import qk_norm_backward_scratch

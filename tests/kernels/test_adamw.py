@@ -152,8 +152,8 @@ def check_quotients(device: Device, n: int, step: int) -> None:
     rng = np.random.default_rng(n)
     v = (np.uint32(0x3F000000) + step * np.arange(n, dtype=np.uint32)).view(np.float32)
     m = (rng.uniform(1, 2, n) * 2.0 ** rng.integers(-60, 60, n)).astype(np.float32)
-    m[:64] = np.resize(np.float32([0, 1, -2.5, 1e-25, 3e38, -3e38, np.inf, np.nan]), 64)
-    v[:64] = np.repeat(np.float32([0, 1, 1e-25, 3e38, np.inf, np.nan, 2.0**-99, 0.5]), 8)
+    m[:64] = np.resize(np.array([0, 1, -2.5, 1e-25, 3e38, -3e38, np.inf, np.nan], np.float32), 64)
+    v[:64] = np.repeat(np.array([0, 1, 1e-25, 3e38, np.inf, np.nan, 2.0**-99, 0.5], np.float32), 8)
     c1, c2, epsilon = np.float32(0.37), np.float32(0.81), np.float32(1e-8)
     words = np.array([1.0, 0.0, c1, c2], np.float32).view(np.uint32).tolist() + [0]
     master, grad = device.zeros((n,), np.float32), device.zeros((n,), np.float32)

@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmq_nb.kernels import embedding
-from llmq_nb.kernels.embedding import SEGMENT, WARPS, embedding_backward_ref
+from llmq_nb.kernels import embedding, embedding_backward
+from llmq_nb.kernels.embedding_backward import embedding_backward_ref
+from llmq_nb.kernels.embedding_join import SEGMENT, WARPS
 from tests.kernels.harness import U16, U32, Device, assert_within, run_sim
 
 DTYPES = {"bf16": np.dtype(ml_dtypes.bfloat16), "fp32": np.dtype(np.float32)}
@@ -63,7 +64,7 @@ def check_backward(
     tokens = draw(N, V) if tokens is None else tokens
     order = np.argsort(tokens, kind="stable").astype(np.int32)
     dtable, scratch = device.put(old), device.empty((-(-N // SEGMENT), C), np.float32)
-    embedding.embedding_backward_launch(
+    embedding_backward.embedding_backward_launch(
         dtable.address, device.put(dx).address, device.put(tokens).address,
         device.put(order).address, scratch=scratch.address, rows=N, C=C, V=V, accumulate=accumulate,
         dtype=dtype, grad_dtype=grad_dtype, stream=device.stream,
@@ -113,7 +114,7 @@ def check_unknown_tokens(device: Device, N: int) -> None:
     tokens = np.where(np.arange(N) < N // 2, -1, 3).astype(np.int32)
     order = np.argsort(tokens, kind="stable").astype(np.int32)
     dtable, scratch = device.put(old), device.empty((-(-N // SEGMENT), 16), np.float32)
-    embedding.embedding_backward_launch(
+    embedding_backward.embedding_backward_launch(
         dtable.address, device.put(dx).address, device.put(tokens).address,
         device.put(order).address, scratch=scratch.address, rows=N, C=16, V=3, accumulate=True,
         stream=device.stream,
@@ -137,7 +138,7 @@ def check_user_functions(device: Device) -> None:
     want = embedding_backward_ref(dx.reshape(-1, 16), tokens.reshape(-1), 10)
     assert_within(dtable, want, relative=U16, absolute=2.0**-20)
     odd = device.put(np.zeros((4, 12), DTYPES["bf16"])).array()
-    with pytest.raises(ValueError, match="multiple of 8"):
+    with pytest.raises(ValueError, match="multiples of 8"):
         embedding.forward(t.array(), odd)
 
 

@@ -18,7 +18,8 @@ import pytest
 
 from tests.kernels.harness import ROOT, Device, run_sim
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+PLAIN = {BF16: np.int16, E4M3: np.uint8}
 H, G, D, B, T = 14, 2, 16, 2, 3
 
 
@@ -35,16 +36,17 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
     tokens = rng.integers(0, 50, (B, T)).astype(np.int32)
     heads = {"qkv": bf16(B, T, (H + 2 * G) * D), "dqkv": bf16(B, T, (H + 2 * G) * D)}
     packed = {"qkv": bf16(4, 32 * D), "dheads": bf16(4, 32 * D)}
-    scale = {"scale": np.float32([0.25])}
+    scale = {"scale": np.array([0.25], np.float32)}
     return {
         "adamw": {"master": fp32(100), "m": fp32(100), "v": fp32(100), "grad": bf16(100)},
         "bias": {"dy": bf16(5, 40)},
         "cross_entropy": {
-            "logits": bf16(4, 48), "targets": np.int32([0, 47, -100, 5]), **scale
+            "logits": bf16(4, 48), "targets": np.array([0, 47, -100, 5], np.int32), **scale
         },
         "elementwise": {"x": bf16(4, 8)},
-        "embedding": {
-            "tokens": tokens, "table": bf16(50, 16), "dx": bf16(B, T, 16),
+        "embedding": {"tokens": tokens, "table": bf16(50, 16)},
+        "embedding_backward": {
+            "tokens": tokens, "dx": bf16(B, T, 16),
             "order": np.argsort(tokens.reshape(-1), kind="stable").astype(np.int32),
         },
         "global_norm": {"g1": bf16(8), "g2": bf16(3, 16)},
@@ -84,7 +86,7 @@ def host(x: Any) -> np.ndarray:
     if isinstance(x, np.ndarray):
         return x.reshape(-1).view(np.uint8)
     if type(x).__module__.startswith("torch"):
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         return x.contiguous().view(torch.uint8).cpu().numpy().reshape(-1)
     if hasattr(x, "copy_to_host"):
@@ -101,18 +103,19 @@ def run(name: str, code: str, put: Callable[[np.ndarray], Any]) -> dict[str, np.
 
 
 def as_torch(array: np.ndarray) -> Any:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
-    if array.dtype == BF16:
-        return torch.from_numpy(array.view(np.int16).copy()).cuda().view(torch.bfloat16)
+    if array.dtype in PLAIN:
+        kind = {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn}[array.dtype]
+        return torch.from_numpy(array.view(PLAIN[array.dtype])).cuda().view(kind)
     return torch.from_numpy(array.copy()).cuda()
 
 
 def as_numba(array: np.ndarray) -> Any:
     from numba import cuda
 
-    if array.dtype == BF16:  # numba copies no types of ml_dtypes, but holds them
-        return cuda.to_device(array.view(np.uint16)).view(BF16)
+    if array.dtype in PLAIN:  # numba copies no types of ml_dtypes, but holds them
+        return cuda.to_device(array.view(PLAIN[array.dtype])).view(array.dtype)
     return cuda.to_device(np.ascontiguousarray(array))
 
 

@@ -19,6 +19,7 @@ from llmq_nb.kernels import (
     cross_entropy,
     elementwise,
     embedding,
+    embedding_backward,
     global_norm,
     qk_norm,
     reduce_loss,
@@ -116,7 +117,7 @@ class CudaOps:
         self, dtable: Tensor, dx: Tensor, tokens: Tensor, order: Tensor, *, accumulate: bool
     ) -> None:
         rows, C = dx.shape
-        embedding.embedding_backward_launch(
+        embedding_backward.embedding_backward_launch(
             dtable.data, dx.data, tokens.data, order.data, scratch=self._scratch, rows=rows, C=C,
             V=dtable.shape[0], accumulate=accumulate, grad_dtype=dtable.dtype, **self._common(dx),
         )  # fmt: skip
