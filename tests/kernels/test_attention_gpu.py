@@ -22,7 +22,8 @@ from tests.kernels.attention_checks import (
 from tests.kernels.harness import Device
 
 # T: 1; either side of 64 and 128 (every tile edge); several tiles with a ragged end; documents
-# longer and shorter than a tile; groups of 1, 2, 3, 6, 7 (the models').
+# longer and shorter than a tile; groups of 1, 2, 3, 6, 7 (the models'); more work items than a
+# GPU has multiprocessors.
 GPU_SHAPES = [
     (1, 1, 1, 1, None),
     (2, 17, 3, 1, 5.0),
@@ -36,6 +37,7 @@ GPU_SHAPES = [
     (1, 513, 14, 2, 3.0),
     (1, 1000, 3, 1, 150.0),
     (2, 1024, 2, 2, None),
+    (8, 257, 14, 2, 60.0),
 ]
 
 
