@@ -103,7 +103,8 @@ class Bench:
         seconds."""
         low, middle, high = np.percentile(self.seconds(launch), [25, 50, 75])
         rate = bytes / middle
-        equal = self._copy_seconds(max(16, min(COPY_BYTES, bytes // 32 * 16)))
+        half = max(16, min(COPY_BYTES, bytes // 32 * 16))
+        equal = self._copy_seconds(half) * max(1.0, bytes / (2 * COPY_BYTES))
         line = {
             "kernel": self.name,
             **case,

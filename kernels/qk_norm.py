@@ -38,6 +38,7 @@ from llmq_nb.kernels.ptx import (
     cp_commit,
     cp_wait0,
     ffma,
+    inc,
     ldg32f,
     lds32f,
     rsqrt,
@@ -216,11 +217,13 @@ def make_qk_norm_backward(H: int, G: int, D: int, blocks: int, absmax: bool, dty
         cuda.syncthreads()  # the sums of every head are there
         column = t
         while column < 2 * D:  # of the queries, then of the keys
-            total = ZERO
-            for unit in range(UNITS):
-                head = (cuda.blockIdx.x * UNITS + unit) % HEADS
+            total, unit = ZERO, np.uint32(0)
+            head = cuda.blockIdx.x * UNITS % HEADS
+            while unit < UNITS:  # unrolled it would take more registers than the rows above
                 if (head < QUERIES) == (column < D) and head < NORMED:
-                    total = total + lds32f(shared + (unit * D + column % D) * 4)
+                    total = total + lds32f(shared + np.int64(unit * D + column % D) * 4)
+                head = 0 if head + 1 == HEADS else head + 1
+                unit = inc(unit)
             stg32f(scratch + (cuda.blockIdx.x * (2 * D) + column) * 4, total)
             column += THREADS
 
