@@ -163,55 +163,54 @@ def time_ours(bench: Bench, name: str, case: Case, every: bool) -> None:
 
 
 # ---- PyTorch -----------------------------------------------------------------------------------
-def torch_seconds(torch: Any, run: Callable[[], Any]) -> np.ndarray:
-    """Of one call: replays of a captured graph of LAUNCHES calls."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
+def torch_seconds(torch: Any, stream: Any, run: Callable[[], Any]) -> np.ndarray:
+    """Of one call: replays of a graph of LAUNCHES calls, captured on `stream`, which is current."""
+    for _ in range(3):
+        run()
+    stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(LAUNCHES):
             run()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     times = []
     for _ in range(WARM_UPS + RUNS):
-        events[0].record()
+        events[0].record(stream)
         graph.replay()
-        events[1].record()
+        events[1].record(stream)
         events[1].synchronize()
         times.append(events[0].elapsed_time(events[1]) / 1e3 / LAUNCHES)
     return np.array(times[WARM_UPS:])
 
 
 def time_torch(torch: Any, name: str, case: Case) -> None:
-    """PyTorch's backends on views of one packed buffer."""
+    """PyTorch's backends on views of one packed buffer. All on one stream: autograd runs a backward
+    on its forward's, and a capture refuses work of another."""
     from torch.nn.attention import SDPBackend, sdpa_kernel  # pyright: ignore[reportMissingImports]
 
     B, T, H, G, D = case.B, case.T, case.H, case.G, case.D
-    qkv = torch.randn(B, T, H + 2 * G, D, device="cuda", dtype=torch.bfloat16)
-    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in qkv.split([H, G, G], dim=2))
-    dout = torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     attend = torch.nn.functional.scaled_dot_product_attention
-    run = lambda: attend(q, k, v, is_causal=True, enable_gqa=H != G)  # noqa: E731
-    for label, backend in (
-        ("torch flash", SDPBackend.FLASH_ATTENTION), ("torch cuDNN", SDPBackend.CUDNN_ATTENTION)
-    ):  # fmt: skip
-        with sdpa_kernel([backend]):
-            try:
-                forward = torch_seconds(torch, run)
-                out = run()
-                backward = torch_seconds(
-                    torch,
-                    lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
-                )
-            except RuntimeError as error:
-                print(json.dumps({"case": name, "what": label, "error": str(error)[:200]}))
-                continue
-        report("forward", name, label, forward, attention_flops(B, T, H, D))
-        report("backward", name, label, backward, attention_backward_flops(B, T, H, D))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        qkv = torch.randn(B, T, H + 2 * G, D, device="cuda", dtype=torch.bfloat16)
+        q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in qkv.split([H, G, G], dim=2))
+        dout = torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for label, backend in (
+            ("torch flash", SDPBackend.FLASH_ATTENTION), ("torch cuDNN", SDPBackend.CUDNN_ATTENTION)
+        ):  # fmt: skip
+            flops = {"forward": attention_flops, "backward": attention_backward_flops}
+            with sdpa_kernel([backend]):
+                forward = lambda: attend(q, k, v, is_causal=True, enable_gqa=H != G)  # noqa: E731
+                try:
+                    out = forward()
+                    backward = lambda out=out: torch.autograd.grad(  # noqa: E731
+                        out, (q, k, v), dout, retain_graph=True
+                    )
+                    for kernel, run in (("forward", forward), ("backward", backward)):
+                        times = torch_seconds(torch, stream, run)
+                        report(kernel, name, label, times, flops[kernel](B, T, H, D))
+                except RuntimeError as error:
+                    print(json.dumps({"case": name, "what": label, "error": str(error)[:300]}))
 
 
 # ---- kernel cache ------------------------------------------------------------------------------

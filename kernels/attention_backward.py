@@ -62,7 +62,7 @@ ABSENT = np.float32(1e30)
 """Base-2 lse of a query that does not exist."""
 
 TILES: dict[int, tuple[Tile, ...]] = {
-    64: (Tile(128, 32), Tile(128, 64), Tile(64, 64, blocks=3), Tile(64, 64)),
+    64: (Tile(128, 64), Tile(128, 32), Tile(64, 64, blocks=3), Tile(64, 64)),
     128: (Tile(128, 32), Tile(64, 64), Tile(64, 32, stages=1)),
 }
 """Shapes of dq worth trying, by head_dim: the first is the default for cards with more than 100 KB

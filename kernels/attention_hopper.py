@@ -3,9 +3,7 @@ r"""Attention forward on wgmma and TMA, for sm_90 (equations: attention.py; caus
 One producer warp fetches tiles by TMA; CONSUMERS warpgroups own 64 query rows each. S = Q K^T of a
 tile is issued with the last tile's P V, which then runs under the softmax of S. K and V have two
 stages each; every consumer thread frees a stage on its empty barrier (one arrival a warp would be a
-race with the other lanes' reads). A block takes item after item (QUERIES rows of a head). With
-ORDER the warpgroups take turns at issuing products, so that one's softmax runs under another's
-products.
+race with the other lanes' reads). A block takes item after item (QUERIES rows of a head).
 
 Two rules keep ptxas from serialising the wgmma: every operand register is final before the first
 wgmma of a stage (pins), and P is packed from S only after P V has ended. A third (`settle`) keeps
@@ -57,7 +55,6 @@ from llmq_nb.kernels.attention_tiles import (
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
-    bar_sync,
     ex2,
     ffma,
     fmax,
@@ -69,7 +66,6 @@ from llmq_nb.kernels.ptx import (
     syncwarp,
 )
 from llmq_nb.kernels.ptx_hopper import (
-    bar_arrive,
     fence_async,
     make_pin,
     make_set_registers,
@@ -85,20 +81,9 @@ from llmq_nb.kernels.ptx_hopper import (
 from llmq_nb.kernels.reduce import quad_max, quad_sum
 
 SIGNATURE = (types.uint64,) * 6 + (types.int32,) * 6 + (types.float32,)
-SHAPES = {
-    64: [
-        Wgmma(3, 128),
-        Wgmma(3, 128, True),
-        Wgmma(2, 128),
-        Wgmma(2, 128, True),
-        Wgmma(3, 96),
-        Wgmma(3, 96, True),
-        Wgmma(3, 64),
-        Wgmma(4, 64),
-    ],
-    128: [Wgmma(2, 128), Wgmma(2, 128, True)],
-}
-"""By head_dim; the first is the default."""
+SHAPES = {64: [Wgmma(3, 96), Wgmma(3, 128), Wgmma(4, 64)], 128: [Wgmma(2, 128)]}
+"""By head_dim; the first is the default. Measured and slower at D = 64: two warpgroups, (3, 64),
+and warpgroups that take turns at issuing products."""
 
 
 def make_softmax_hopper(COLUMNS: int):
@@ -128,7 +113,7 @@ def make_softmax_hopper(COLUMNS: int):
     return softmax
 
 
-def make_attention_forward_hopper(D: int, CONSUMERS: int, KEYS: int, ORDER: bool):
+def make_attention_forward_hopper(D: int, CONSUMERS: int, KEYS: int):
     """Kernel for CONSUMERS warpgroups; arguments: addresses, tensor maps, extents."""
     QUERIES = 64 * CONSUMERS
     HALVES = D // 64
@@ -218,10 +203,6 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int, KEYS: int, ORDER: bool
         else:
             take()
             wg = np.int64(warp >> 2)
-            own_turn = wg + 1  # named barriers: this warpgroup may issue, the next one may
-            next_turn = 1 if wg == CONSUMERS - 1 else wg + 2
-            if ORDER and wg == CONSUMERS - 1:
-                bar_arrive(next_turn, 256)
             acc = cuda.local.array(ACC, dtype=np.float32)
             s = cuda.local.array(SCORES, dtype=np.float32)
             p = cuda.local.array(PAIRS, dtype=np.uint32)
@@ -253,9 +234,6 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int, KEYS: int, ORDER: bool
                     skip = n_last - divide(own + 63, KEYS)
                 for _ in range(skip):
                     stage = turn & 1
-                    if ORDER:
-                        bar_sync(own_turn, 256)
-                        bar_arrive(next_turn, 256)
                     mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
                     mbar_wait(v_full + stage * 8, (turn >> 1) & 1)
                     mbar_arrive(k_empty + stage * 8)
@@ -265,13 +243,9 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int, KEYS: int, ORDER: bool
                 if skip < count:
                     stage = turn & 1
                     mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
-                    if ORDER:
-                        bar_sync(own_turn, 256)
                     fence_scores(s)
                     scores(s, query, np.uint32(key + stage * STAGE))
                     wgmma_commit()
-                    if ORDER:
-                        bar_arrive(next_turn, 256)
                     wait_first(s)
                     mbar_arrive(k_empty + stage * 8)
                     mask(s, (n_last - skip) * KEYS + column, m0 + tile_row, starts)
@@ -284,8 +258,6 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int, KEYS: int, ORDER: bool
                         stage = turn & 1
                         mbar_wait(k_full + stage * 8, (turn >> 1) & 1)
                         mbar_wait(v_full + before * 8, parity)
-                        if ORDER:
-                            bar_sync(own_turn, 256)
                         pin_acc(acc)
                         pin_p(p)
                         fence_scores(s)
@@ -293,8 +265,6 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int, KEYS: int, ORDER: bool
                         wgmma_commit()
                         accumulate(acc, p, np.uint32(value + before * STAGE))
                         wgmma_commit()
-                        if ORDER:
-                            bar_arrive(next_turn, 256)
                         wait_scores(s)
                         mbar_arrive(k_empty + stage * 8)
                         if n * KEYS < mixed or n * KEYS + KEYS > own + 1:
@@ -337,7 +307,7 @@ def make_attention_forward_hopper(D: int, CONSUMERS: int, KEYS: int, ORDER: bool
 
 
 def _constants(D: int, tile: Wgmma) -> dict[str, int]:
-    return {"D": D, "CONSUMERS": tile.warpgroups, "KEYS": tile.columns, "ORDER": tile.variant}
+    return {"D": D, "CONSUMERS": tile.warpgroups, "KEYS": tile.columns}
 
 
 def shared_bytes(D: int, tile: Wgmma) -> int:

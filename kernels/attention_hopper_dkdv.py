@@ -64,11 +64,9 @@ from llmq_nb.kernels.ptx_hopper import (
 )
 
 SIGNATURE = (types.uint64,) * 8 + (types.int32,) * 8 + (types.float32,) * 2
-SHAPES = {
-    64: [Wgmma(2, 64, True), Wgmma(3, 64), Wgmma(2, 64)],
-    128: [Wgmma(2, 64)],
-}
-"""By head_dim; the first is the default."""
+SHAPES = {64: [Wgmma(2, 64)], 128: [Wgmma(2, 64)]}
+"""By head_dim; the first is the default. Measured and slower at D = 64: three warpgroups, which
+leave too few registers to overlap."""
 STAGE_BITS = 2
 STAGES = 1 << STAGE_BITS
 QUERY_TILE = 64
@@ -122,7 +120,7 @@ def release_next(full, empty, turn):
     return np.uint32(turn + 1)
 
 
-def make_attention_dkdv_hopper(D: int, CONSUMERS: int, OVERLAP: bool):
+def make_attention_dkdv_hopper(D: int, CONSUMERS: int):
     """Kernel for dK and dV; arguments: addresses, tensor maps, extents."""
     BLOCK_ROWS = 64 * CONSUMERS
     HALVES = D // 64
@@ -135,6 +133,7 @@ def make_attention_dkdv_hopper(D: int, CONSUMERS: int, OVERLAP: bool):
     DOUT = Q_BYTES >> 4  # from Q to dO in descriptor units
     STAGE = STAGE_BYTES >> 4
     LAST_STAGE = STAGES - 1
+    OVERLAP = D == 64  # a tile's products with those of the tile before: D = 128 lacks registers
     ARRIVALS = 128 * CONSUMERS
     ACC = D // 2
     N_MAJOR = n_major(Q_HALF)
@@ -351,7 +350,7 @@ def make_attention_dkdv_hopper(D: int, CONSUMERS: int, OVERLAP: bool):
 
 
 def _constants(D: int, tile: Wgmma) -> dict[str, int]:
-    return {"D": D, "CONSUMERS": tile.warpgroups, "OVERLAP": tile.variant}
+    return {"D": D, "CONSUMERS": tile.warpgroups}
 
 
 def shared_bytes(D: int, tile: Wgmma) -> int:

@@ -30,7 +30,6 @@ class Wgmma:
     """Of 64 rows each (keys in dkdv, queries elsewhere); one more fetches."""
     columns: int
     """Rows of a streamed tile."""
-    variant: bool = False
 
 
 OPTIONS = Options(arch_specific=True)

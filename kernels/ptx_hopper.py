@@ -211,6 +211,3 @@ def make_settle(n: int) -> Any:
         f"{steps}setp.lt.s32 p, t, 0; @p st.shared.b32 [${2 * n}], t;}}"
     )
     return tile_op("settle", template, n, "r")
-
-
-bar_arrive = asm_op("bar_arrive", "bar.arrive $0, $1;", "", "rr", **_STORE)  # as bar_sync, no wait

@@ -21,7 +21,7 @@ from llmq_nb.kernels import sim, sim_ops
 
 TIMEOUT = 60.0
 LOW = 0xFFFFFFFF
-_condition = threading.Condition(threading.RLock())
+_condition = threading.Condition()
 _barriers: dict[int, "MBarrier"] = {}
 _maps: list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
 _groups: dict[Any, "Group"] = {}
@@ -129,22 +129,8 @@ def _group(key: Any, threads: int = 128) -> Group:
         return _groups.setdefault(key, Group(threads))
 
 
-def _bar(number: Any, threads: Any, *, wait: bool) -> None:
-    """A named barrier: the phase ends when `threads` have come, waiting or not."""
-    with _condition:
-        barrier = _barriers.setdefault(-1 - int(number), MBarrier(int(threads)))
-        phase = barrier.phase
-        barrier.add(1, 0)
-        if wait and not _condition.wait_for(lambda: barrier.phase != phase, TIMEOUT):
-            raise RuntimeError(f"not everybody comes to barrier {number}")
-
-
 def bar_sync(number: Any, threads: Any) -> None:
-    _bar(number, threads, wait=True)
-
-
-def bar_arrive(number: Any, threads: Any) -> None:
-    _bar(number, threads, wait=False)
+    _group(("bar", int(number)), int(threads)).barrier.wait(TIMEOUT)
 
 
 def _elements(descriptor: Any, offsets: np.ndarray) -> np.ndarray:
@@ -209,7 +195,7 @@ def _make_nothing(*_: Any, **__: Any) -> Callable[..., None]:
 
 
 STAND_INS: dict[str, Any] = {
-    "smem_addr": _smem_addr, "bar_sync": bar_sync, "bar_arrive": bar_arrive,
+    "smem_addr": _smem_addr, "bar_sync": bar_sync,
     "settle": _nothing, "make_settle": _make_nothing, "mbar_init": mbar_init,
     "mbar_expect": mbar_expect, "mbar_arrive": mbar_arrive, "mbar_wait": mbar_wait,
     "tensor_map": tensor_map, "tma_4d": tma_4d, "bulk_g2s": bulk_g2s, "make_wgmma": make_wgmma,
