@@ -5,6 +5,7 @@ tensor is a view of rows. Tensor ids (for random bits) are ranks of the names in
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 from llmq_nb.model.config import ModelConfig
@@ -46,6 +47,11 @@ class Parameter:
 
 def model_parameters(config: ModelConfig) -> list[Parameter]:
     """Every parameter of the model in forward order."""
+    return list(_model_parameters(config))
+
+
+@functools.cache
+def _model_parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     C, V, Vp = config.C, config.V, config.padded_vocab
     table = "model.embed_tokens.weight"
     parameters = [Parameter(table, (Vp, C), "embedding", "embedding", (RowView(table, 0, V),))]
@@ -56,7 +62,7 @@ def model_parameters(config: ModelConfig) -> list[Parameter]:
     if not config.tied:
         head = "lm_head.weight"
         parameters.append(Parameter(head, (Vp, C), "embedding", "head", (RowView(head, 0, V),)))
-    return parameters
+    return tuple(parameters)
 
 
 def layer_parameters(config: ModelConfig, layer: int) -> list[Parameter]:

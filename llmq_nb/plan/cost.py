@@ -8,6 +8,8 @@ Each tensor is read once and written once where an operation must; launches are 
 operation, two for a product's backward. This is the budget that `bench step --breakdown` compares
 with, what `plan` predicts from, and what `memory.policy = "auto"` chooses by.
 
+What `memory.offload` moves costs time on the link to the host: see `plan.offload_cost`.
+
 FP8 codes are written from BF16 values in one pass a tensor, or two where a layout is not kept; the
 absmax is found by whoever produces the tensor.
 
@@ -20,12 +22,20 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from llmq_nb.config import Config
-from llmq_nb.core.dtype import M_GROUP, DType
+from llmq_nb.core.dtype import DType
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.model.fp8 import BY_WEIGHT, fp8_layers, keeps_codes, widths
+from llmq_nb.model.fp8 import BY_WEIGHT, fp8_layers, fp8_weights, keeps_codes, widths
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.model.recompute import dropped_activations
-from llmq_nb.plan.buffers import has_master, head_rows
+from llmq_nb.plan.buffers import head_rows
+from llmq_nb.plan.offload_cost import (
+    codes_traffic,
+    exposed_seconds,
+    norm_traffic,
+    update_seconds,
+    update_traffic,
+)
+from llmq_nb.plan.places import offloads_quants
 from llmq_nb.plan.rates import PROMOTED, Rates, at
 
 GAP = 1e-6
@@ -47,6 +57,7 @@ Part = Literal[
     "classifier",
     "recomputation",
     "optimizer",
+    "host link",
 ]
 
 
@@ -62,29 +73,40 @@ class Work:
 def micro_step_work(config: Config, model: ModelConfig, rates: Rates) -> list[Work]:
     """Forward and backward of one micro-batch, with what `memory.recompute` adds."""
     m = _Model(config, model, rates)
-    return [*_forward(m), *_head(m), *_backward(m), *_recomputation(m)]
+    forward, backward = [*_forward(m)], [*_backward(m), *_recomputation(m)]
+    out = [*forward, *_head(m), *backward]
+    if config.memory.offload:
+        blocks = (
+            sum(w.seconds for w in works if not w.operation.startswith("embedding")) / model.L
+            for works in (forward, backward)
+        )
+        seen = exposed_seconds(config, model, rates.host_link, *blocks)
+        out += [Work("copies", "host link", seen)] if seen else []
+    return out
 
 
 def optimizer_work(config: Config, model: ModelConfig, rates: Rates) -> list[Work]:
     """Norm of the gradients, update, and the FP8 copies of the new weights."""
-    o, m = config.optimizer, _Model(config, model, rates)
-    dtype = DType(config.precision.dtype)
-    grad = DType(config.precision.gradient_accumulation or dtype).itemsize
-    sizes = [p.shape[0] * (p.shape[1] if len(p.shape) == 2 else 1) for p in model_parameters(model)]
-    state = 2 * (DType(o.master).itemsize + DType(o.m).itemsize + DType(o.v).itemsize)
-    if o.m == "e4m3":
-        state += 2 * 4 / M_GROUP
-    copy = dtype.itemsize if has_master(config) else 0
+    m, link = _Model(config, model, rates), rates.host_link
+    norm, parameters = norm_traffic(config, model), model_parameters(model)
+    updates = [update_traffic(config, p) for p in parameters]
+    works = [m.stream(t.device) for t in updates]
+    waits = [update_seconds(config, link, t) for t in updates]
     out = [
-        Work("global_norm", "optimizer", m.stream(sum(sizes) * grad)),
-        Work("adamw", "optimizer", sum(m.stream(n * (grad + state + copy)) for n in sizes)),
+        Work("global_norm", "optimizer", m.stream(norm.device)),
+        Work("adamw", "optimizer", sum(works)),
     ]
     if m.fp8_layers:
         out.append(Work("clear_weight_absmax", "quantise", m.stream(0)))
-        if config.memory.keep_quants:  # adamw writes the codes of what it updates, in both layouts
-            both = sum(m.stream(M * K * (2 + 1 + 1)) for M, K in m.widths.values())
-            out.append(Work("adamw", "quantise", m.fp8_layers * both))
-    return out
+        if config.memory.keep_quants:  # adamw writes the codes of what it updates
+            codes = [codes_traffic(config, p) for p in fp8_weights(config, model)]
+            out.append(Work("adamw", "quantise", sum(m.stream(t.device) for t in codes)))
+            works += [m.stream(t.device) for t in codes]
+            waits += [link.kernels(t.read, t.written) for t in codes]
+    out.append(Work("global_norm", "host link", link.kernels(norm.read, 0)))
+    seen = sum(max(0.0, wait - work) for wait, work in zip(waits, works, strict=True))
+    out.append(Work("adamw", "host link", seen))
+    return [work for work in out if work.seconds]
 
 
 def step_seconds(config: Config, model: ModelConfig, rates: Rates) -> float:
@@ -173,6 +195,8 @@ class _Model:
         """The codes that the two backward products read: the gradient's, and what is not kept."""
         (M, K), N = self.widths[weight], self.N
         seconds = self.stream(N * M * (2 + 1 + 1)) + self._weight(weight)
+        if offloads_quants(self.config):  # the host has one layout
+            seconds += self.stream(M * K * (1 + 1))
         if not keeps_codes(self.config, BY_WEIGHT[weight].x):
             seconds += self.stream(N * K * (2 + 1))
         return self.fp8_layers * (seconds + self._decoded(N * M, N * K, N * M, M * K))

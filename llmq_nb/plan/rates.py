@@ -14,6 +14,7 @@ import dataclasses
 from typing import Literal
 
 from llmq_nb.core.errors import UserError
+from llmq_nb.plan.link import Link, symmetric
 from llmq_nb.plan.mfu import PEAKS, card_of
 
 Curve = tuple[tuple[int, float], ...]
@@ -26,8 +27,8 @@ class Rates:
     """TFLOP/s by hidden size C or sequence length T, and GB/s.
 
     attention: by head_dim, forward and backward; causal, half of the square counted. fp8: None
-    without FP8 units. bandwidth: read + written by a streaming kernel. host_link: to or from pinned
-    host memory, one direction. measured: False where it is a prediction.
+    without FP8 units. bandwidth: read + written by a streaming kernel. host_link: to and from
+    pinned host memory. measured: False where it is a prediction.
     """
 
     card: str
@@ -36,7 +37,7 @@ class Rates:
     head: Curve
     attention: dict[int, tuple[Curve, Curve]]
     bandwidth: float
-    host_link: float
+    host_link: Link
     measured: bool = False
 
 
@@ -55,7 +56,7 @@ H200 = Rates(
         ),
     },
     bandwidth=STREAMING * 4250,
-    host_link=50.0,
+    host_link=symmetric(50.0),
     measured=True,
 )
 """FP8 with fast accumulation; without: `PROMOTED`."""
@@ -163,7 +164,7 @@ def predicted(name: str) -> Rates:
         head=_scaled(H200.head, bf16),
         attention=attention,
         bandwidth=STREAMING * COPY * card.bandwidth,
-        host_link=card.host_link,
+        host_link=symmetric(card.host_link),
     )
 
 

@@ -252,13 +252,12 @@ def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[L
 
 def _ours(config: Config, plan: Plan, place: Place, where: str) -> list[Line]:
     """Our allocation at one place."""
-    groups = plan.group_bytes(place)
-    known = [*(g for g in NOTES if groups.get(g)), *(g for g in groups if g not in NOTES)]
-    return [
-        Line(where, g, groups[g], _note(config, plan, g, place), ours=True)
-        for g in known
-        if groups[g]
-    ]
+    out = []
+    for group, nbytes in plan.group_bytes(place).items():
+        if nbytes:
+            out.append(Line(where, group, nbytes, _note(config, plan, group, place), ours=True))
+    order: list[str] = list(NOTES)
+    return sorted(out, key=lambda line: order.index(line.category))
 
 
 def _largest_tensor(config: Config, model: ModelConfig) -> int:
@@ -269,8 +268,6 @@ def _largest_tensor(config: Config, model: ModelConfig) -> int:
 
 def _note(config: Config, plan: Plan, group: Group, place: Place) -> str:
     """What the category is, and the formats of most of it."""
-    if group not in NOTES:
-        return ""
     note = NOTES[group]
     if group == "weights" and not has_master(config):
         note = "the optimizer updates them"

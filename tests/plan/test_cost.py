@@ -35,6 +35,7 @@ from llmq_nb.plan.cost import (
     tokens_per_second,
     total,
 )
+from llmq_nb.plan.link import symmetric
 from llmq_nb.plan.mfu import PEAKS
 from llmq_nb.plan.rates import CARDS, H200, Rates, at, rates_of
 from llmq_nb.train.bench_step import label
@@ -45,7 +46,7 @@ from tests.model.harness import make_config, random_batch, run_micro_steps, smal
 CHOICES = get_args(Recompute)
 SUBSETS = [s for n in range(7) for s in itertools.combinations(CHOICES, n)]
 ENDLESS = ((1, 1e9),)
-COUNTING = Rates("none", ENDLESS, ENDLESS, ENDLESS, {64: (ENDLESS, ENDLESS)}, 1e15, 1.0)
+COUNTING = Rates("none", ENDLESS, ENDLESS, ENDLESS, {64: (ENDLESS, ENDLESS)}, 1e15, symmetric(1.0))
 
 
 def run_config(model: str, micro_batch: int, accumulation: int, matmul: str) -> Config:
@@ -208,7 +209,7 @@ def test_by_hand():
         ((1, 4.0),),
         {16: (((1, 1e-3),), ((1, 5e-4),))},
         bandwidth=1.0,
-        host_link=1.0,
+        host_link=symmetric(1.0),
     )
     config = make_config(micro_batch=2, seq_len=128, precision="bf16", recompute=("ffn",))
     found = by_operation(micro_step_work(config, model, rates))
