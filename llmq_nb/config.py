@@ -260,14 +260,24 @@ class LogConfig:
     """Optimizer steps between two FP8 health records; 0: none."""
     device_every: int = 10
     """Optimizer steps between two records of the GPUs' power, clocks, memory and PCIe; 0: none."""
-    non_finite: Literal["stop", "skip"] = "stop"
-    """What a NaN or infinite gradient norm does: stop the run, or skip that step's update."""
+    non_finite: Literal["stop", "skip", "rollback"] = "stop"
+    """What a NaN or infinite gradient norm does: stop the run, skip that step's update, or go back
+    to the newest checkpoint and on with the data after the bad step's."""
+    spike: Literal["off", "stop", "skip", "rollback"] = "off"
+    """What a jump of the loss does. Its update is made by then: skip goes back to the newest
+    checkpoint and makes the steps again without that one, rollback goes on with later data."""
+    spike_deviations: float = 6.0
+    """A jump: a loss this many deviations above the median of the last steps (train/policy.py)."""
+    rollbacks: int = 10
+    """Most times that a run goes back to a checkpoint; then it stops."""
     sample: str | None = None
     """A prompt whose continuation is printed at the end of the run; None: none."""
 
     def __post_init__(self) -> None:
         check(self.every >= 1, f"{self.every}", "log.every", "must be at least 1")
-        for key in ("health_every", "device_every"):
+        ok = 0 < self.spike_deviations < math.inf
+        check(ok, f"{self.spike_deviations}", "log.spike_deviations", "must be above 0 and finite")
+        for key in ("health_every", "device_every", "rollbacks"):
             value = getattr(self, key)
             check(value >= 0, f"{value}", f"log.{key}", "must be 0 or more")
 

@@ -21,6 +21,7 @@ COMMANDS = (
     "eval",
     "plot",
     "report",
+    "replay",
     "plan",
     "compile",
     "bench",

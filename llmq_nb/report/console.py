@@ -139,6 +139,8 @@ def _place(t: TensorHealth) -> str:
 def _reason(m: StepMetrics) -> str:
     if m.non_finite_tensor is not None:
         return f"the gradient of {m.non_finite_tensor} is not finite"
+    if m.spike:
+        return f"the loss had jumped to {m.loss:.4g}"
     return "no supervised token" if m.supervised == 0 else "the gradient norm is not finite"
 
 

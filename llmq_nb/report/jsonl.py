@@ -94,8 +94,8 @@ class JsonlLog:
             raise MachineError(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records in order; of a step made twice (after a resume) only the last.
+def read_log(path: Path, *, every_attempt: bool = False) -> list[dict[str, Any]]:
+    """The records in order; of a step made twice only the last, unless every attempt is wanted.
 
     Lines that are not JSON objects (the last one of a run that was killed) are left out. Raises
     UserError where there is no log.
@@ -107,6 +107,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"cannot read {path}", mend=error.strerror or str(error)) from None
     records = [record for record, _ in _records(data)]
+    if every_attempt:
+        return records
     last = {_identity(record, index): index for index, record in enumerate(records)}
     return [records[index] for index in sorted(last.values())]
 

@@ -26,9 +26,11 @@ class StepMetrics:
     tokens_per_second: float
     """tokens / seconds."""
     skipped: bool = False
-    """The update was left out: no supervised token, or a gradient that is not finite."""
+    """The update was left out: no supervised token, a gradient that is not finite, a spike."""
     non_finite_tensor: str | None = None
     """The first tensor whose gradient is not finite."""
+    spike: bool = False
+    """The loss jumped; with `skipped`: the step was made again without its update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -206,8 +206,9 @@ def _events(records: list[Record]):
             yield time, step, f"checkpoint {r.get('path')}"
         elif r.get("log") == "step" and r.get("skipped"):
             tensor = r.get("non_finite_tensor")
-            why = f"the gradient of {tensor} is not finite" if tensor else "no supervised token"
-            yield time, step, f"no update: {r.get('reason') or why}"
+            why = "the loss had jumped" if r.get("spike") else "no supervised token"
+            why = f"the gradient of {tensor} is not finite" if tensor else why
+            yield time, step, f"no update: {why}"
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -127,6 +127,12 @@ def latest_checkpoint(root: Path, *, verify: bool = False) -> Path | None:
     return None
 
 
+def newest_checkpoint(root: Path, most: int) -> Path | None:
+    """The newest complete checkpoint under `root` of at most `most` steps; None: none."""
+    found = [path for step, path in _folders(root) if step <= most and problem(path) is None]
+    return found[-1] if found else None
+
+
 def read_checkpoint(path: Path, *, verify: bool = False) -> Checkpoint:
     """The checkpoint in a folder. Raises UserError where it is not complete."""
     why = problem(path, verify=verify)

@@ -25,6 +25,7 @@ from llmq_nb.report.metrics import HealthMetrics, StepMetrics
 from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
 from llmq_nb.train.facts import start_facts, watch_devices
 from llmq_nb.train.inference import Inference
+from llmq_nb.train.policy import Policy
 from llmq_nb.train.signals import Signals
 from llmq_nb.train.trainer import Trainer
 
@@ -153,6 +154,8 @@ class Loop:
             self._report(console, metrics)
             if metrics.non_finite_tensor and self.config.log.non_finite == "stop":
                 self._stop_at(metrics)
+            if self._went_back(console, metrics):
+                continue
             if self._due(self.config.eval.every):
                 self._evaluate(console)
             if self._due(self.config.checkpoint.every):
@@ -227,6 +230,20 @@ class Loop:
         self.saved_step = self.trainer.progress.step
         self.log.checkpoint(self.saved_step, self.last, time.perf_counter() - start)
 
+    def _went_back(self, console: Console, metrics: StepMetrics) -> bool:
+        """Lets the policies of bad steps act; a state that a bad step made is never saved."""
+
+        def say(line: str) -> None:
+            console.line(line)
+            self.log.info(line)
+
+        tried, self.save_tried = self.save_tried, self.trainer.progress.step
+        if Policy(self.trainer, say).after(metrics):
+            self.saved_step = self.save_tried = self.trainer.progress.step or -1
+            return True
+        self.save_tried = tried
+        return False
+
     def _stop_at(self, metrics: StepMetrics) -> None:
         """Nothing was updated: the state before the step is saved, so that it can be run again."""
         self.trainer.undo_advance()
@@ -235,7 +252,8 @@ class Loop:
         place = f"; the state before it is in {self.last}" if self.last else ""
         raise MachineError(
             f"step {metrics.step}: the gradient of {metrics.non_finite_tensor} is not finite"
-            f"{place}; lower optimizer.learning_rate, or set log.non_finite to skip such steps"
+            f"{place}; llmq-nb replay names its first bad tensor; lower optimizer.learning_rate, or"
+            " set log.non_finite to skip or rollback"
         )
 
 

@@ -27,15 +27,24 @@ from llmq_nb.train.engine import Engine
 from llmq_nb.train.initial import copy_to_weights
 
 PARTS = ("master", "m", "v")
+POLICY = ("recent", "left_out", "rollbacks")
+"""Fields of Progress that the policies of `[log]` need to act again as they did."""
 
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """How far a run is. step: optimizer steps done. updates: those that changed the weights."""
+    """How far a run is. step: optimizer steps done. updates: those that changed the weights.
+
+    recent: losses of the last steps, where spikes are looked for. left_out: (step, its loss) of
+    spikes whose steps are made without an update. rollbacks: times the run went back.
+    """
 
     step: int = 0
     updates: int = 0
     position: Position = dataclasses.field(default_factory=Position)
+    recent: tuple[float, ...] = ()
+    left_out: tuple[tuple[int, float], ...] = ()
+    rollbacks: int = 0
 
 
 def parts(engine: Engine) -> dict[str, Iterable[tuple[str, NDArray[Any]]]]:
@@ -81,6 +90,7 @@ def run_state(
         "config": to_toml(config),
         "updates": progress.updates,
         "position": dataclasses.asdict(progress.position),
+        "policy": {key: getattr(progress, key) for key in POLICY},
         "windows": _windows(config, train),
         "tuning": tuning,
     }
@@ -147,7 +157,23 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> Progress:
     for state in engine.states:
         copy_to_weights(engine, state)
     saved = checkpoint.state
-    return Progress(checkpoint.step, saved["updates"], Position(**saved["position"]))
+    policy = saved.get("policy", {"recent": (), "left_out": (), "rollbacks": 0})
+    return Progress(
+        step=checkpoint.step,
+        updates=saved["updates"],
+        position=Position(**saved["position"]),
+        recent=tuple(policy["recent"]),
+        left_out=tuple((step, loss) for step, loss in policy["left_out"]),
+        rollbacks=policy["rollbacks"],
+    )
+
+
+def clear_moments(engine: Engine) -> None:
+    """The optimizer's states as they are before the first step: zero."""
+    for state in engine.states:
+        for tensor in (state.m, state.v, state.m_scale):
+            if tensor is not None:
+                engine.write(tensor, np.zeros(tensor.shape, tensor.dtype.numpy))
 
 
 def _restore(

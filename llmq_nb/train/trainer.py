@@ -36,6 +36,7 @@ from llmq_nb.train.checkpoint import (
     check_out_dir,
     checkpoint_bytes,
     latest_checkpoint,
+    newest_checkpoint,
     read_checkpoint,
     save_checkpoint,
 )
@@ -45,6 +46,7 @@ from llmq_nb.train.health import is_due
 from llmq_nb.train.initial import set_random_weights, set_weights
 from llmq_nb.train.memory_policy import resolve_memory
 from llmq_nb.train.schedule import check_schedule, learning_rate
+from llmq_nb.train.spikes import is_spike, remember
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, below `run.out_dir`."""
@@ -54,8 +56,8 @@ class Trainer:
     """One run. Raises UserError for whatever is wrong with the config, the files or the data.
 
     resume: "auto" goes on from the newest complete checkpoint in the run's folder, if any; "none"
-    starts anew and refuses a folder with checkpoints; a path is the checkpoint to go on from, or a
-    run's folder, of which it is the newest.
+    starts anew and refuses a folder with checkpoints, "start" does not (for runs that save
+    nothing); a path is the checkpoint to go on from, or a run's folder, of which it is the newest.
     announce: takes the one-line facts of the start.
 
     `config` is the resolved one: what `memory.policy = "auto"` chose stands in it.
@@ -65,7 +67,7 @@ class Trainer:
         self,
         config: Config,
         *,
-        resume: str | Literal["auto", "none"] = "auto",
+        resume: str | Literal["auto", "none", "start"] = "auto",
         announce: Callable[[str], None] = print_line,
     ) -> None:
         found = setup.choose_device(config)
@@ -87,6 +89,7 @@ class Trainer:
         checkpoint = None
         if self.resumed is not None:
             checkpoint = snapshot.open_checkpoint(self.resumed, self.model)
+        self.resumed_step = 0 if checkpoint is None else checkpoint.step
         self.config = config = resolve_memory(
             config,
             self.model,
@@ -132,7 +135,8 @@ class Trainer:
             self.config.schedule, self.config.optimizer.learning_rate, index, self.total_steps
         )
         due = is_due(self.config, index + 1, self.total_steps)
-        if batch.supervised:
+        left_out = dict(self.progress.left_out).get(index + 1)
+        if batch.supervised and left_out is None:
             try:
                 result = self.engine.train_step(
                     batch,
@@ -149,6 +153,7 @@ class Trainer:
                 "lse_max": result.lse_max,
                 "skipped": not result.finite,
                 "non_finite_tensor": result.non_finite_tensor,
+                "spike": result.finite and self._is_spike(result.loss),
             }
             if due:
                 self.health = HealthMetrics(
@@ -156,7 +161,9 @@ class Trainer:
                 )
         else:  # nothing to learn from: no update, and the optimizer's step count stays
             facts = {"loss": math.nan, "grad_norm": 0.0, "lse_max": math.nan, "skipped": True}
-        self._advance(batch, updated=not facts["skipped"])
+            if left_out is not None:
+                facts |= {"loss": left_out, "spike": True}
+        self._advance(batch, facts)
         seconds = time.perf_counter() - start
         return StepMetrics(
             step=self.progress.step,
@@ -253,13 +260,48 @@ class Trainer:
         """Count the last step as not made: for one whose update was left out."""
         self.progress = self._before
 
-    def _advance(self, batch: StepBatch, *, updated: bool) -> None:
-        self._before = self.progress
+    def newest_checkpoint(self, most: int) -> Path | None:
+        """The newest state of this run, of at most `most` steps; None: only the start."""
+        found = [newest_checkpoint(self.checkpoints, most)]
+        if self.resumed is not None and self.resumed_step <= most:
+            found.append(self.resumed)
+        paths = [path for path in found if path is not None]
+        return max(paths, key=lambda path: read_checkpoint(path).step, default=None)
+
+    def go_back(self, step: int, *, leave_out: float | None = None) -> None:
+        """Take up the newest checkpoint before step `step`, or the start, and what to do from it.
+
+        leave_out: the step's loss: the same data follow, and the step is made without its update.
+        None: the data go on after those of the last step.
+        """
+        before, path = self.progress, self.newest_checkpoint(step - 1)
+        checkpoint = None if path is None else snapshot.open_checkpoint(path, self.model)
+        if checkpoint is None:
+            snapshot.clear_moments(self.engine)
+        progress = self._start(checkpoint, lambda _: None)
+        progress.rollbacks = before.rollbacks + 1
+        if leave_out is None:
+            progress.position = before.position
+        else:
+            progress.left_out = (*before.left_out, (step, leave_out))
+            self.loader.close()
+            self.loader = setup.open_loader(self.config, self.data.train, progress.position)
+        self.progress = self._before = progress
+
+    def _is_spike(self, loss: float) -> bool:
+        log = self.config.log
+        return log.spike != "off" and is_spike(loss, self.progress.recent, log.spike_deviations)
+
+    def _advance(self, batch: StepBatch, facts: dict[str, Any]) -> None:
+        before, updated = self.progress, not facts["skipped"]
+        counts = updated and not facts["spike"] and self.config.log.spike != "off"
+        self._before = before
         self.progress = dataclasses.replace(
-            self.progress,
-            step=self.progress.step + 1,
-            updates=self.progress.updates + updated,
+            before,
+            step=before.step + 1,
+            updates=before.updates + updated,
             position=batch.position,
+            recent=remember(before.recent, facts["loss"]) if counts else before.recent,
         )
 
     def _checkpoint_bytes(self) -> int:
@@ -269,6 +311,8 @@ class Trainer:
         """The checkpoint to go on from. Its hashes are compared: a changed bit would train on."""
         if resume == "auto":
             return latest_checkpoint(self.checkpoints, verify=True)
+        if resume == "start":
+            return None
         if resume == "none":
             if latest_checkpoint(self.checkpoints) is not None:
                 raise UserError(

@@ -22,6 +22,7 @@ OPTIONS = {
     "generate": ["--prompt", "--temperature", "--top-p", "--seed"],
     "eval": ["--data", "--seq-len", "--json"],
     "plot": ["--out", "--over"],
+    "replay": ["--step", "--json"],
     "report": ["--out", "--png", "--over"],
     "plan": ["--set", "--card", "--device-memory", "--host-memory", "--gpus", "--json"],
     "compile": ["--set", "--tune"],

@@ -65,6 +65,7 @@ def test_records_of_every_kind(tmp_path):
             "log": "step", "step": 1, "loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3,
             "tokens": 8, "supervised": 7, "lse_max": 9.0, "seconds": 0.5,
             "tokens_per_second": 16.0, "skipped": False, "non_finite_tensor": None,
+            "spike": False,
         },
         {
             "log": "health", "step": 1, "lse_max": 9.0,
