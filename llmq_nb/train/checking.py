@@ -71,12 +71,12 @@ class BadTensor:
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f", layer {self.layer}"
-        when = "optimizer step" if self.micro_step is None else f"micro-step {self.micro_step}"
+        when = "the optimizer step" if self.micro_step is None else f"micro-step {self.micro_step}"
         verb = "read" if self.read else "written"
         at = ", ".join(map(str, self.element))
         return (
             f"{self.kind} {self.tensor}{layer}: {self.value} at [{at}], {self.count:,} of"
-            f" {self.size:,} values are not finite; first seen in the {when}, {verb} by"
+            f" {self.size:,} values are not finite; first seen in {when}, {verb} by"
             f" {self.operation}"
         )
 

@@ -6,11 +6,10 @@ replayed graphs.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from llmq_nb.config import Config
 from llmq_nb.config_file import load_config
@@ -57,9 +56,9 @@ def replay(run_dir: Path, step: int, announce: Callable[[str], None]) -> Replay:
         raise UserError(f"{step}", where="--step", mend="the first step is 1")
     begin = newest_checkpoint(run_dir / CHECKPOINTS, step - 1)
     resume = "start" if begin is None else str(begin)
-    # the cpu engine's NumPy warns of what is reported here
     with (
-        np.errstate(all="ignore"),
+        # NumPy warns of what is told better here, in whatever thread it is
+        warnings.catch_warnings(action="ignore", category=RuntimeWarning),
         Trainer(config, resume=resume, announce=announce) as trainer,
     ):
         if step > trainer.total_steps:
