@@ -42,10 +42,10 @@ def command(
     from rich.console import Console
 
     from llmq_nb.config_file import load_config
-    from llmq_nb.plan.fit import Search
     from llmq_nb.plan.rates import H200
     from llmq_nb.plan.render import print_report, to_json
     from llmq_nb.plan.report import make_report
+    from llmq_nb.plan.search import Search
     from llmq_nb.train.setup import resolve_model
 
     parsed = load_config(config, overrides)

@@ -7,6 +7,7 @@ not alive together; what lives for the whole run has none. What `memory.offload`
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -173,14 +174,18 @@ def scale_count(parameter: Parameter) -> int:
 
 def kept_quants(config: Config, model: ModelConfig) -> list[Buffer]:
     """The codes that live from one optimizer step to the next."""
-    host = offloads_quants(config)
+    return list(_kept_quants(tuple(fp8_weights(config, model)), offloads_quants(config)))
+
+
+@functools.cache
+def _kept_quants(weights: tuple[Parameter, ...], host: bool) -> tuple[Buffer, ...]:
     out: list[Buffer] = []
-    for p in fp8_weights(config, model):
+    for p in weights:
         place = "host" if host else "device"
         out.append(Buffer(f"quants/{p.name}", p.shape, DType.E4M3, "quants", place=place))
         if not host:
             out.append(Buffer(f"quants_t/{p.name}", p.shape[::-1], DType.E4M3, "quants"))
-    return out
+    return tuple(out)
 
 
 def activation_buffers(config: Config, model: ModelConfig) -> list[Buffer]:

@@ -29,6 +29,7 @@ from llmq_nb.model.parameters import model_parameters
 from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.plan.buffers import head_rows
 from llmq_nb.plan.offload_cost import (
+    alike,
     codes_traffic,
     exposed_seconds,
     norm_traffic,
@@ -72,26 +73,29 @@ class Work:
 
 def micro_step_work(config: Config, model: ModelConfig, rates: Rates) -> list[Work]:
     """Forward and backward of one micro-batch, with what `memory.recompute` adds."""
+    works, forward, backward = gpu_work(config, model, rates)
+    seen = exposed_seconds(config, model, rates.host_link, forward, backward)
+    return [*works, Work("copies", "host link", seen)] if seen else works
+
+
+def gpu_work(config: Config, model: ModelConfig, rates: Rates) -> tuple[list[Work], float, float]:
+    """A micro-step without its copies; seconds of one block's forward and of its backward."""
     m = _Model(config, model, rates)
     forward, backward = [*_forward(m)], [*_backward(m), *_recomputation(m)]
-    out = [*forward, *_head(m), *backward]
-    if config.memory.offload:
-        blocks = (
-            sum(w.seconds for w in works if not w.operation.startswith("embedding")) / model.L
-            for works in (forward, backward)
-        )
-        seen = exposed_seconds(config, model, rates.host_link, *blocks)
-        out += [Work("copies", "host link", seen)] if seen else []
-    return out
+    blocks = (
+        sum(w.seconds for w in works if not w.operation.startswith("embedding")) / model.L
+        for works in (forward, backward)
+    )
+    return [*forward, *_head(m), *backward], *blocks
 
 
 def optimizer_work(config: Config, model: ModelConfig, rates: Rates) -> list[Work]:
     """Norm of the gradients, update, and the FP8 copies of the new weights."""
     m, link = _Model(config, model, rates), rates.host_link
-    norm, parameters = norm_traffic(config, model), model_parameters(model)
-    updates = [update_traffic(config, p) for p in parameters]
-    works = [m.stream(t.device) for t in updates]
-    waits = [update_seconds(config, link, t) for t in updates]
+    norm = norm_traffic(config, model)
+    updates = [(update_traffic(config, p), n) for p, n in alike(model_parameters(model))]
+    works = [n * m.stream(t.device) for t, n in updates]
+    waits = [n * update_seconds(config, link, t) for t, n in updates]
     out = [
         Work("global_norm", "optimizer", m.stream(norm.device)),
         Work("adamw", "optimizer", sum(works)),
@@ -99,10 +103,11 @@ def optimizer_work(config: Config, model: ModelConfig, rates: Rates) -> list[Wor
     if m.fp8_layers:
         out.append(Work("clear_weight_absmax", "quantise", m.stream(0)))
         if config.memory.keep_quants:  # adamw writes the codes of what it updates
-            codes = [codes_traffic(config, p) for p in fp8_weights(config, model)]
-            out.append(Work("adamw", "quantise", sum(m.stream(t.device) for t in codes)))
-            works += [m.stream(t.device) for t in codes]
-            waits += [link.kernels(t.read, t.written) for t in codes]
+            found = alike(fp8_weights(config, model))
+            codes = [(codes_traffic(config, p), n) for p, n in found]
+            out.append(Work("adamw", "quantise", sum(n * m.stream(t.device) for t, n in codes)))
+            works += [n * m.stream(t.device) for t, n in codes]
+            waits += [n * link.kernels(t.read, t.written) for t, n in codes]
     out.append(Work("global_norm", "host link", link.kernels(norm.read, 0)))
     seen = sum(max(0.0, wait - work) for wait, work in zip(waits, works, strict=True))
     out.append(Work("adamw", "host link", seen))

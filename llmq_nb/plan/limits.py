@@ -23,6 +23,8 @@ LIMIT_RESERVE = CONTEXT + RESERVE
 """What the process takes besides: within 128 MiB of what was measured."""
 RING_SLOTS = 3
 """Pinned copies of a micro-batch's inputs: one being filled, one being copied, one spare."""
+PYTHON = 1 << 30
+"""Interpreter, libraries and driver in host memory [bytes]; an estimate."""
 WSL_SHARE = 0.85
 """Of a card's memory that a process gets under WSL2."""
 WSL_PINNED = 512 << 20

@@ -13,6 +13,7 @@ Source   The order of the copies: offload/*.py and model/transformer.py.
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from llmq_nb.config import Config
 from llmq_nb.core.dtype import M_GROUP, DType
@@ -91,9 +92,18 @@ def norm_traffic(config: Config, model: ModelConfig) -> Traffic:
     p = config.precision
     itemsize = DType(p.gradient_accumulation or p.dtype).itemsize
     found = Traffic()
-    for q in model_parameters(model):
-        found = _add(found, place_of(config, "gradients", q), itemsize * math.prod(q.shape))
+    for q, n in alike(model_parameters(model)):
+        found = _add(found, place_of(config, "gradients", q), n * itemsize * math.prod(q.shape))
     return found
+
+
+def alike(parameters: Iterable[Parameter]) -> list[tuple[Parameter, int]]:
+    """One of each kind that cost and place tell apart, and how many there are."""
+    found: dict[tuple[object, ...], tuple[Parameter, int]] = {}
+    for p in parameters:
+        key = (p.shape, p.kind, p.layer is None)
+        found[key] = p, found.get(key, (p, 0))[1] + 1
+    return list(found.values())
 
 
 def update_traffic(config: Config, p: Parameter) -> Traffic:
@@ -103,7 +113,7 @@ def update_traffic(config: Config, p: Parameter) -> Traffic:
     found = _add(Traffic(), place_of(config, "gradients", p), n * grad.itemsize)
     if has_master(config):
         found = _add(found, place_of(config, "weights", p), 0, n * dtype.itemsize)
-    sizes = {"master": DType(o.master).itemsize, "v": DType(o.v).itemsize}
+    sizes: dict[str, float] = {"master": DType(o.master).itemsize, "v": DType(o.v).itemsize}
     sizes["m"] = DType(o.m).itemsize + (4 / M_GROUP if o.m == "e4m3" else 0)
     for state, itemsize in sizes.items():
         group = "weights" if state == "master" and not has_master(config) else state

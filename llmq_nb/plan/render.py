@@ -14,9 +14,10 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import parameter_count
 from llmq_nb.plan.buffers import Group
 from llmq_nb.plan.cost import tokens_per_second
-from llmq_nb.plan.fit import LEVERS, Choice, changes, run_plan, setting_of
+from llmq_nb.plan.fit import LEVERS, Choice, changes, setting_of
 from llmq_nb.plan.limits import device_limit, host_limit
 from llmq_nb.plan.report import Report
+from llmq_nb.plan.sizes import run_plan
 
 SHORT_STEP = 0.01
 """Below it a step waits for Python and the loader [s]."""

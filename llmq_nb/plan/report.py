@@ -16,11 +16,12 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.plan.buffers import Group, Plan, has_master
 from llmq_nb.plan.cost import Part, by_part, micro_step_work, optimizer_work
-from llmq_nb.plan.fit import Choice, Kind, Search, run_plan, setting_of
+from llmq_nb.plan.fit import Choice, setting_of
 from llmq_nb.plan.limits import (
     CONTEXT,
     DISPLAY,
     LIMIT_RESERVE,
+    PYTHON,
     RESERVE,
     RING_SLOTS,
     WSL_PINNED,
@@ -30,9 +31,9 @@ from llmq_nb.plan.limits import (
 )
 from llmq_nb.plan.places import Place
 from llmq_nb.plan.rates import CARDS, Rates
+from llmq_nb.plan.search import Search
+from llmq_nb.plan.sizes import Kind, run_plan
 
-PYTHON = 1 << 30
-"""Interpreter, libraries and driver in host memory [bytes]; an estimate."""
 BATCH_BYTES = 16
 """Of a token in a step's batch: token, target, segment start, order; two steps are in memory."""
 FASTER = 1.02
@@ -136,17 +137,18 @@ def make_report(config: Config, model: ModelConfig, machine: Machine, search: Se
     asked, reserve = config, reserve_of(config, machine)
     limit = usable(config, machine) - reserve
     host = room_on_host(config, model, machine)
+    surely = min(WSL_PINNED, WSL_PINNED if host is None else host) if machine.wsl else host
     chosen = least = better = None
     if config.memory.policy == "auto":
-        chosen = search.choose(limit, host) or search.smallest(host)
+        chosen = search.choose(limit, surely) or search.smallest(surely)
         config = chosen.setting.applied(config)
     plan = run_plan(config, model, machine.kind)
     free, host_free = limit - plan.total, None if host is None else host - plan.host_total
     fits = free >= 0 and (plan.host_total == 0 or host_free is None or host_free >= 0)
     if chosen is None:
-        better = search.choose(limit, host)
+        better = search.choose(limit, surely)
     if not fits and better is None:
-        least = chosen or search.smallest(host)
+        least = chosen or search.smallest(surely)
     speed = None if machine.rates is None else predict(config, model, machine.rates)
     if better is not None and fits:
         own = search.seconds(setting_of(config))

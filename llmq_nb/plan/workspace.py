@@ -5,6 +5,7 @@ comes from the kernels' own constants, never from the number of multiprocessors.
 """
 
 import dataclasses
+import functools
 import math
 
 from llmq_nb.config import Config
@@ -110,6 +111,7 @@ def scratch_bytes(config: Config, model: ModelConfig) -> int:
     return max(sizes)
 
 
-def norm_chunks(model: ModelConfig) -> list[int]:
+@functools.cache
+def norm_chunks(model: ModelConfig) -> tuple[int, ...]:
     """Chunks that the global norm cuts each gradient into."""
-    return [-(-math.prod(p.shape) // CHUNK) for p in model_parameters(model)]
+    return tuple(-(-math.prod(p.shape) // CHUNK) for p in model_parameters(model))

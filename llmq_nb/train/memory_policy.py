@@ -9,12 +9,13 @@ from collections.abc import Callable
 from llmq_nb.config import Config
 from llmq_nb.config_file import parse_config
 from llmq_nb.core.errors import UserError
-from llmq_nb.core.host import available_bytes
+from llmq_nb.core.host import available_bytes, pinnable_bytes
 from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.plan.fit import Search, changes, setting_of
-from llmq_nb.plan.limits import room_now
+from llmq_nb.plan.fit import changes, setting_of
+from llmq_nb.plan.limits import PYTHON, WSL_PINNED, host_room, room_now, under_wsl
 from llmq_nb.plan.rates import H200, Rates, rates_of
+from llmq_nb.plan.search import Search
 from llmq_nb.train.checkpoint import Checkpoint
 
 
@@ -41,13 +42,13 @@ def resolve_memory(
             announce("memory: as the checkpoint's run chose")
             return setting_of(saved).applied(config)
     if kind == "cuda":
-        planned, limit, rates = _on_gpu(config)
+        planned, limit, host, rates = _on_gpu(config, batch_bytes)
     else:
-        planned, limit, rates = config, _host_bytes() - batch_bytes, H200
+        planned, limit, host, rates = config, _host_bytes() - batch_bytes, 0, H200
     search = Search(planned, model, rates, kind="cuda" if kind == "cuda" else "cpu")
-    choice = search.choose(limit)
+    choice = search.choose(limit, host)
     if choice is None:
-        least = search.smallest()
+        least = search.smallest(host)
         raise UserError(
             f"no setting fits: the least takes {format_bytes(least.total)}, there are"
             f" {format_bytes(max(limit, 0))}",
@@ -56,12 +57,14 @@ def resolve_memory(
         )
     resolved = choice.setting.applied(config)
     chosen = ", ".join(changes(config, choice.setting)) or "the setting as it is"
-    announce(f"memory: auto chose {chosen} ({format_bytes(choice.total)})")
+    pinned = f", {format_bytes(choice.host_total)} pinned" if choice.host_total else ""
+    announce(f"memory: auto chose {chosen} ({format_bytes(choice.total)}{pinned})")
     return resolved
 
 
-def _on_gpu(config: Config) -> tuple[Config, int, Rates]:
-    """(the config as the engine will have it, bytes for its allocation, the card's rates)."""
+def _on_gpu(config: Config, batch_bytes: int) -> tuple[Config, int, int | None, Rates]:
+    """(the config as the engine will have it, bytes for its allocation and to pin, the card's
+    rates)."""
     from llmq_nb.core.device import open_device
     from llmq_nb.train.engine_cuda import with_fp8_units
 
@@ -70,7 +73,12 @@ def _on_gpu(config: Config) -> tuple[Config, int, Rates]:
         rates = rates_of(device.name)
     except UserError:  # the order of settings hardly depends on the card
         rates = H200
-    return with_fp8_units(config, device), room_now(config, device.free_bytes()), rates
+    available = pinnable_bytes()
+    host = host_room(config, None if available is None else available - batch_bytes - PYTHON)
+    if under_wsl():
+        host = WSL_PINNED if host is None else min(host, WSL_PINNED)
+    planned, room = with_fp8_units(config, device), room_now(config, device.free_bytes())
+    return planned, room, 0 if device.integrated else host, rates
 
 
 def _host_bytes() -> int:

@@ -7,23 +7,27 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from llmq_nb.config import EvalConfig
+from llmq_nb.config import EvalConfig, MemoryConfig
 from llmq_nb.model.families import preset
 from llmq_nb.model.recompute import dropped_activations
+from llmq_nb.plan import fit
 from llmq_nb.plan.cost import step_seconds
 from llmq_nb.plan.fit import (
     GAPS,
-    Search,
     Setting,
     chunk_counts,
+    offload_sets,
     recompute_subsets,
-    run_plan,
     settings,
 )
-from llmq_nb.plan.rates import H200, predicted
+from llmq_nb.plan.link import symmetric
+from llmq_nb.plan.rates import H200, predicted, rates_of
+from llmq_nb.plan.search import Search
+from llmq_nb.plan.sizes import Sizes, run_plan
 from tests.model.harness import make_config, small_model
 
 CARDS = {"H200": H200, "4090": predicted("GeForce RTX 4090"), "3060": predicted("GeForce RTX 3060")}
+TRANSFERS = ("auto", "copy", "zero_copy")
 quick = hypothesis_settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -65,14 +69,17 @@ def total(config, model):
 @quick
 @given(run=runs(), card=st.sampled_from(list(CARDS)), share=st.floats(0.0, 1.2))
 def test_choice_is_the_fastest_of_all_that_fit(run, card, share):
-    """Brute force: every setting planned and timed through the public functions alone."""
+    """Brute force: every setting planned and timed through the public functions alone. Without
+    offload, whose brute force is below."""
     config, model = run
-    every = [s.applied(config) for s in settings(config)]
+    every = [s.applied(config) for s in settings(config, offload=False)]
     sizes = [total(c, model) for c in every]
     limit = int(min(sizes) + share * (max(sizes) - min(sizes)))
     times = [step_seconds(c, model, CARDS[card]) for c in every]
     fitting = [t for t, size in zip(times, sizes, strict=True) if size <= limit]
-    choice = Search(config, model, CARDS[card]).choose(limit)
+    search = Search(config, model, CARDS[card])
+    search.offload = False
+    choice = search.choose(limit)
     assert choice is not None
     chosen = choice.setting.applied(config)
     assert choice.total == total(chosen, model) <= limit
@@ -85,11 +92,93 @@ def test_choice_is_the_fastest_of_all_that_fit(run, card, share):
 def test_nothing_is_chosen_below_the_smallest(run):
     config, model = run
     search = Search(config, model, H200)
+    search.offload = False
     least = search.smallest()
-    assert least.total == min(total(s.applied(config), model) for s in settings(config))
+    every = settings(config, offload=False)
+    assert least.total == min(total(s.applied(config), model) for s in every)
     assert search.choose(least.total - 1) is None
     found = search.choose(least.total)
     assert found is not None and found.total == least.total
+
+
+few = hypothesis_settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+@few
+@given(
+    run=runs(precisions=("bf16", "e4m3")),
+    card=st.sampled_from(list(CARDS)),
+    subsets=st.lists(st.sampled_from(recompute_subsets()), min_size=1, max_size=2, unique=True),
+    share=st.floats(0.0, 1.0),
+    host_share=st.none() | st.floats(0.0, 1.0),
+)
+def test_choice_with_offload_is_the_fastest_of_all_that_fit(
+    run, card, subsets, share, host_share, monkeypatch
+):
+    """Brute force over micro-batches, codes, chunks and offload, with one or two sets of
+    recomputation; both limits somewhere between the smallest and the largest."""
+    config, model = run
+    monkeypatch.setattr(fit, "recompute_subsets", lambda: subsets)
+    every = [s.applied(config) for s in settings(config)]
+    plans = [run_plan(c, model, "cuda") for c in every]
+    times = [step_seconds(c, model, CARDS[card]) for c in every]
+    sizes, pinned = [p.total for p in plans], [p.host_total for p in plans]
+    limit = int(min(sizes) + share * (max(sizes) - min(sizes)))
+    host = None if host_share is None else int(host_share * max(pinned))
+    fitting = [
+        (t, size)
+        for t, size, pins in zip(times, sizes, pinned, strict=True)
+        if size <= limit and (host is None or pins <= host)
+    ]
+    search = Search(config, model, CARDS[card])
+    choice, least = search.choose(limit, host), search.smallest(host)
+    assert (choice is None) == (not fitting)
+    possible = [s for s, p in zip(sizes, pinned, strict=True) if host is None or p <= host]
+    assert least.total == min(possible) and (host is None or least.host_total <= host)
+    if choice is None:
+        return
+    chosen = choice.setting.applied(config)
+    assert choice.total == total(chosen, model) <= limit
+    assert choice.host_total == run_plan(chosen, model, "cuda").host_total
+    assert host is None or choice.host_total <= host
+    assert choice.seconds == pytest.approx(min(t for t, _ in fitting), rel=1e-9)
+    assert choice.seconds == pytest.approx(step_seconds(chosen, model, CARDS[card]), rel=1e-12)
+
+
+@quick
+@given(run=runs(), kind=st.sampled_from(["cpu", "cuda"]), data=st.data())
+def test_sizes_are_those_of_the_plan(run, kind, data):
+    """Of ten random settings, asked of one `Sizes`: to the byte."""
+    config, model = run
+    sizes = Sizes(model, kind)
+    every = list(settings(config, offload=kind == "cuda"))
+    for index in data.draw(st.lists(st.integers(0, len(every) - 1), min_size=10, max_size=10)):
+        other = dataclasses.replace(every[index], transfer=data.draw(st.sampled_from(TRANSFERS)))
+        changed = other.applied(config)
+        plan, found = run_plan(changed, model, kind), sizes.of(changed)
+        assert (found.total, found.host_total) == (plan.total, plan.host_total)
+        assert found.scratch == plan.group_bytes()["scratch"]
+
+
+def test_the_faster_transfer_is_taken():
+    """Copies where kernels are slow on host memory; what the config asks for stays."""
+    config, model = make_config(micro_batch=1, seq_len=64, precision="bf16"), preset("qwen2.5-0.5b")
+    slow = dataclasses.replace(symmetric(50.0), read=10.0, write=10.0, update=5.0)
+    for link, expected in ((symmetric(50.0), "auto"), (slow, "copy")):
+        search = Search(config, model, dataclasses.replace(H200, host_link=link))
+        assert search.smallest().setting.transfer == expected
+    asked = dataclasses.replace(config, memory=MemoryConfig(transfer="zero_copy"))
+    rates = dataclasses.replace(H200, host_link=slow)
+    assert Search(asked, model, rates).smallest().setting.transfer == "zero_copy"
+
+
+def test_nothing_is_offloaded_where_memory_is_shared():
+    config, model = make_config(micro_batch=1, seq_len=64, precision="bf16"), preset("qwen2.5-0.5b")
+    assert Search(config, model, rates_of("GB10")).smallest().setting.offload == ()
 
 
 @quick
@@ -152,12 +241,15 @@ def test_settings_are_every_combination():
     config = dataclasses.replace(
         config, batch=dataclasses.replace(config.batch, grad_accumulation=2)
     )
-    found = list(settings(config))
+    found = list(settings(config, offload=False))
     assert len(found) == len(set(found)) == 19 * (3 + 4 + 4 + 5)
     assert {(s.micro_batch, s.grad_accumulation) for s in found} == {(1, 6), (2, 3), (3, 2), (6, 1)}
     assert chunk_counts(config, 1) == [1, 2, 4] and chunk_counts(config, 6) == [1, 2, 4, 8, 16]
     fp8 = make_config(micro_batch=1, seq_len=256, precision="e4m3")
-    assert len(list(settings(fp8))) == 19 * 2
+    assert len(list(settings(fp8, offload=False))) == 19 * 2
+    # six sets of states, each with residual or not, kept codes or not
+    assert len(list(settings(fp8))) == 19 * (6 * 4 + 6 * 2)
+    assert len(set(offload_sets(True))) == 24
 
 
 def test_applied_keeps_the_batch_the_evaluation_and_all_else():
@@ -165,9 +257,15 @@ def test_applied_keeps_the_batch_the_evaluation_and_all_else():
         make_config(micro_batch=8, seq_len=64, precision="bf16"), eval=EvalConfig(steps=5)
     )
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, policy="auto"))
-    new = Setting(3, 2, ("ffn",), 4, False).applied(config)
+    new = Setting(3, 2, ("ffn",), 4, False, ("m", "v"), "copy").applied(config)
     assert new.memory == dataclasses.replace(
-        config.memory, policy="manual", recompute=("ffn",), head_chunks=4, keep_quants=False
+        config.memory,
+        policy="manual",
+        recompute=("ffn",),
+        head_chunks=4,
+        keep_quants=False,
+        offload=("m", "v"),
+        transfer="copy",
     )
     assert (new.batch.micro_batch, new.batch.grad_accumulation, new.batch.seq_len) == (3, 2, 64)
     assert new.eval.steps == 14  # 40 sequences in whole micro-batches of 3

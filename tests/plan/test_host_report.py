@@ -15,11 +15,12 @@ from llmq_nb.config import MemoryConfig
 from llmq_nb.core.arena import aligned
 from llmq_nb.model.families import preset
 from llmq_nb.model.parameters import model_parameters
-from llmq_nb.plan.fit import Search, run_plan
 from llmq_nb.plan.limits import host_room
 from llmq_nb.plan.rates import H200
 from llmq_nb.plan.render import print_report, to_json
 from llmq_nb.plan.report import Machine, Report, make_report, pageable_bytes, pinned_bytes
+from llmq_nb.plan.search import Search
+from llmq_nb.plan.sizes import run_plan
 from tests.plan.test_cost import run_config
 
 GIB = 1 << 30
@@ -88,6 +89,7 @@ def test_the_host_is_part_of_the_verdict():
     short = report(config, host=total + rest - GIB)
     assert not short.fits and short.host_free == -GIB and short.free > 0
     assert "short by 1.00 GiB of pinned host memory: needs" in said(short)
+    assert short.better is not None and short.better.host_total == 0  # 80 GiB on the device
     both = report(config, device=GIB, host=total + rest - GIB)
     assert both.free < 0 and "\nshort by" in said(both) and "of pinned host memory" in said(both)
     json = to_json(short)

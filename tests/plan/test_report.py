@@ -18,10 +18,11 @@ from llmq_nb.config import CheckpointConfig, MemoryConfig
 from llmq_nb.config_file import to_toml
 from llmq_nb.core.errors import UserError
 from llmq_nb.model.families import preset
-from llmq_nb.plan.fit import Search, run_plan
 from llmq_nb.plan.limits import CONTEXT, LIMIT_RESERVE, RESERVE, room_now
 from llmq_nb.plan.rates import H200, rates_of
 from llmq_nb.plan.report import Machine, Report, make_report
+from llmq_nb.plan.search import Search
+from llmq_nb.plan.sizes import run_plan
 from tests.e2e.runs import ROOT, write_model
 from tests.model.harness import make_config, small_model
 from tests.plan.test_cost import run_config
@@ -100,9 +101,12 @@ def test_verdicts_of_a_real_model():
     assert small.better.total <= 12 * GIB - LIMIT_RESERVE < small.plan.total
     again = report(small.better.setting.applied(config), model, 12 * GIB)
     assert again.fits and again.plan.total == small.better.total and again.better is None
-    none = report(config, model, 2 * GIB)
+    none = report(config, model, 2 * GIB, host=GIB)
     assert not none.fits and none.better is None and none.least is not None
-    assert none.least.total > 1 * GIB
+    assert none.least.total > 2 * GIB - LIMIT_RESERVE
+    moved = report(config, model, 2 * GIB)  # what is not known of the host is no limit
+    assert moved.better is not None and moved.better.host_total > GIB
+    assert report(moved.better.setting.applied(config), model, 2 * GIB).fits
 
 
 def test_a_faster_setting_is_named():
@@ -171,7 +175,7 @@ def test_command_prints_places_verdict_and_speed(tmp_path):
     assert re.search(
         r"^short by [\d.]+ GiB: needs .*, there are 12\.0 GiB by --device-memory$", out, re.M
     )
-    proposal = re.search(r"^cheapest way to fit: (.*) \([\d.]+ GiB, [\d,]+ tokens/s\)$", out, re.M)
+    proposal = re.search(r"^cheapest way to fit: (.*) \([^)]+, [\d,]+ tokens/s\)$", out, re.M)
     assert proposal is not None
     # what is proposed can be copied, and then fits
     again = plan(
@@ -269,15 +273,16 @@ def test_head_dims_that_the_gpu_lacks(tmp_path):
         plan(*argv, "--set", "run.device=cuda")
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-8b"])
-def test_a_plan_takes_under_two_seconds(name, tmp_path):
-    """The worst of them: FP8, nothing at hand fits, so that every lever is tried. Processor time:
-    the machine that tests may be busy."""
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-8b", "qwen2.5-32b"])
+def test_a_plan_takes_under_two_and_a_half_seconds(name, tmp_path):
+    """FP8 on a small card, where nothing at hand fits: every lever is tried. Processor time: the
+    machine that tests may be busy."""
     path = write(tmp_path)
     argv = ["plan", path, "--set", f"model.path={name}", "--set", "precision.matmul=e4m3"]
+    argv += ["--card", "RTX 4090", "--host-memory", "64GiB"]
     code = (
         "import sys, resource, llmq_nb.cli\n"
-        f"sys.argv = {['llmq-nb', *argv, '--device-memory', '60GiB']!r}\n"
+        f"sys.argv = {['llmq-nb', *argv, '--device-memory', '15GiB']!r}\n"
         "try: llmq_nb.cli.main()\n"
         "finally: u = resource.getrusage(resource.RUSAGE_SELF);"
         " print('seconds', u.ru_utime + u.ru_stime)"
@@ -287,4 +292,4 @@ def test_a_plan_takes_under_two_seconds(name, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     seconds = float(done.stdout.rsplit("seconds ", 1)[1])
-    assert seconds < 2.0, (seconds, time.perf_counter() - start)
+    assert seconds < 2.5, (seconds, time.perf_counter() - start)

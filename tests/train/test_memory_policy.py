@@ -46,7 +46,7 @@ def test_manual_is_left_alone(monkeypatch):
 def test_choice_is_the_fastest_for_the_memory_that_is_free(monkeypatch):
     """Brute force over every setting, at room for all, for some and for one."""
     config = auto()
-    every = [s.applied(config) for s in settings(config)]
+    every = [s.applied(config) for s in settings(config, offload=False)]
     sizes = sorted(make_plan(c, MODEL).total for c in every)
     for limit in (sizes[-1], sizes[len(sizes) // 3], sizes[0]):
         found, said = resolve(config, limit + 1000, monkeypatch)
