@@ -10,7 +10,7 @@ from llmq_nb.config import Recompute
 
 
 @click.command("bench")
-@click.argument("what", type=click.Choice(["data", "step", "kernels", "matmul"]))
+@click.argument("what", type=click.Choice(["data", "step", "kernels", "matmul", "offload"]))
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures."
 )
@@ -42,7 +42,8 @@ from llmq_nb.config import Recompute
 )
 def command(what: str, json_file: Path | None, breakdown: bool, **options: Any) -> None:
     """Measure WHAT: data, the token loader; step, whole training steps on the GPU; kernels, every
-    memory-bound kernel beside a copy; matmul, the products of a step of the models."""
+    memory-bound kernel beside a copy; matmul, the products of a step of the models; offload, the
+    link to pinned host memory, which `plan` and memory.policy = "auto" use from then on."""
     if json_file is not None:
         _check_place(json_file)
     if what == "data":
@@ -51,6 +52,8 @@ def command(what: str, json_file: Path | None, breakdown: bool, **options: Any) 
         figures = _kernels()
     elif what == "matmul":
         figures = _matmul(options["models"], options["micro_batch"] * options["seq_len"])
+    elif what == "offload":
+        figures = _offload()
     else:
         figures = _steps(breakdown, **options)
     if json_file is not None:
@@ -202,3 +205,33 @@ def _matmul(models: tuple[str, ...], rows: int) -> list[dict[str, Any]]:
             table.add_row(model, row["product"], row["shape"], *figures)
     Console(width=140).print(table)
     return out
+
+
+LINK_ROWS = {
+    "to_device": "copy to the device",
+    "to_host": "copy to the host",
+    "both_to_device": "copy to the device, the other way busy too",
+    "both_to_host": "copy to the host, the other way busy too",
+    "read": "kernel reads the host (zero-copy)",
+    "write": "kernel writes the host",
+    "update": "kernel reads and writes the host, each way",
+}
+
+
+def _offload() -> dict[str, Any]:
+    import dataclasses
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmq_nb.plan.measured import keep_link
+    from llmq_nb.train import bench_link
+
+    device, link = bench_link.measure_link()
+    figures = dataclasses.asdict(link)
+    table = Table(f"{device.name} and pinned host memory", "GB/s")
+    for key, what in LINK_ROWS.items():
+        table.add_row(what, f"{figures[key]:.1f}")
+    Console(width=100).print(table)
+    click.echo(f"kept in {keep_link(device.name, link)}: plan and auto use it on this machine")
+    return {"device": device.name, **figures}

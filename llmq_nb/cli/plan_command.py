@@ -97,6 +97,7 @@ def _machine(
     from llmq_nb.core.host import available_bytes, pinnable_bytes
     from llmq_nb.core.sizes import parse_bytes
     from llmq_nb.plan.limits import under_wsl
+    from llmq_nb.plan.measured import with_measured_link
     from llmq_nb.plan.rates import CARDS, rates_of
     from llmq_nb.plan.report import Machine
     from llmq_nb.train.setup import CUDA_HEAD_DIMS
@@ -115,6 +116,8 @@ def _machine(
         raise UserError(f"head_dim {head_dim}", where="run.device", mend=mend)
     name, why, here = (card, "as asked", False) if card else _local_card()
     rates, host_source = rates_of(name), "by --host-memory"
+    if here:
+        rates = with_measured_link(rates, name)
     if memory is None and here:
         memory, host_source = pinnable_bytes(), "available"
     total = CARDS[rates.card].mib << 20 if given is None else given

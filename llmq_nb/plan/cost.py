@@ -82,11 +82,11 @@ def gpu_work(config: Config, model: ModelConfig, rates: Rates) -> tuple[list[Wor
     """A micro-step without its copies; seconds of one block's forward and of its backward."""
     m = _Model(config, model, rates)
     forward, backward = [*_forward(m)], [*_backward(m), *_recomputation(m)]
-    blocks = (
+    of_block = [
         sum(w.seconds for w in works if not w.operation.startswith("embedding")) / model.L
         for works in (forward, backward)
-    )
-    return [*forward, *_head(m), *backward], *blocks
+    ]
+    return [*forward, *_head(m), *backward], of_block[0], of_block[1]
 
 
 def optimizer_work(config: Config, model: ModelConfig, rates: Rates) -> list[Work]:

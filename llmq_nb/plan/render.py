@@ -16,6 +16,7 @@ from llmq_nb.plan.buffers import Group
 from llmq_nb.plan.cost import tokens_per_second
 from llmq_nb.plan.fit import LEVERS, Choice, changes, setting_of
 from llmq_nb.plan.limits import device_limit, host_limit
+from llmq_nb.plan.measured import SAID
 from llmq_nb.plan.report import Report
 from llmq_nb.plan.sizes import run_plan
 
@@ -202,6 +203,8 @@ def _speed(r: Report) -> list[str]:
     s, rates = r.speed, r.machine.rates
     step = r.config.tokens_per_step(world_size=1)
     why = "from rates measured on one" if rates.measured else "from its data sheet, to some 20 %"
+    if rates.host_link.measured and r.config.memory.offload:
+        why += f"; the host link {SAID}"
     speed = "speed" if r.fits else "speed, if it did fit"
     lines = [
         f"{speed}: about {_round(s.tokens_per_second)} tokens/s on one {rates.card} ({why}),"

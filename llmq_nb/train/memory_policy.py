@@ -14,6 +14,7 @@ from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.plan.fit import changes, setting_of
 from llmq_nb.plan.limits import PYTHON, WSL_PINNED, host_room, room_now, under_wsl
+from llmq_nb.plan.measured import SAID, with_measured_link
 from llmq_nb.plan.rates import H200, Rates, rates_of
 from llmq_nb.plan.search import Search
 from llmq_nb.train.checkpoint import Checkpoint
@@ -58,7 +59,8 @@ def resolve_memory(
     resolved = choice.setting.applied(config)
     chosen = ", ".join(changes(config, choice.setting)) or "the setting as it is"
     pinned = f", {format_bytes(choice.host_total)} pinned" if choice.host_total else ""
-    announce(f"memory: auto chose {chosen} ({format_bytes(choice.total)}{pinned})")
+    why = f", {SAID}" if pinned and rates.host_link.measured else ""
+    announce(f"memory: auto chose {chosen} ({format_bytes(choice.total)}{pinned}{why})")
     return resolved
 
 
@@ -73,6 +75,7 @@ def _on_gpu(config: Config, batch_bytes: int) -> tuple[Config, int, int | None, 
         rates = rates_of(device.name)
     except UserError:  # the order of settings hardly depends on the card
         rates = H200
+    rates = with_measured_link(rates, device.name)
     available = pinnable_bytes()
     host = host_room(config, None if available is None else available - batch_bytes - PYTHON)
     if under_wsl():
