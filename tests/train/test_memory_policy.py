@@ -4,16 +4,21 @@ but how the same step is computed, and is kept by a resumed run."""
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llmq_nb.config import Config
-from llmq_nb.config_file import load_config
+from llmq_nb.config_file import load_config, to_toml
+from llmq_nb.core import device as device_module
 from llmq_nb.core.errors import UserError
+from llmq_nb.model.families import preset
 from llmq_nb.plan.buffers import make_plan
 from llmq_nb.plan.cost import step_seconds
 from llmq_nb.plan.fit import settings
+from llmq_nb.plan.limits import RESERVE, WSL_PINNED
 from llmq_nb.plan.rates import H200
+from llmq_nb.plan.sizes import run_plan
 from llmq_nb.train import memory_policy
 from llmq_nb.train.memory_policy import resolve_memory
 from llmq_nb.train.trainer import Trainer
@@ -128,3 +133,48 @@ def cli_in_process(capsys: pytest.CaptureFixture[str]):
         return code or 0, capsys.readouterr().out
 
     return call
+
+
+def test_on_a_gpu_offload_is_chosen_within_both_limits_and_saved(monkeypatch, tmp_path):
+    """A stand-in for the GPU: its free memory, what may be pinned, a link measured here."""
+    model = preset("qwen2.5-0.5b")
+    config = make_config(micro_batch=8, seq_len=1024, precision="e4m3", m="bf16", v="bf16")
+    memory = dataclasses.replace(config.memory, policy="auto")
+    optimizer = dataclasses.replace(config.optimizer, master="bf16")
+    config = dataclasses.replace(config, memory=memory, optimizer=optimizer)
+    link = dataclasses.replace(H200.host_link, measured=True)
+    rates = dataclasses.replace(H200, host_link=link)
+    limit, host = 3 << 30, 3 << 30
+    monkeypatch.setattr(memory_policy, "_on_gpu", lambda c, batch: (c, limit, host, rates))
+    said: list[str] = []
+    found = resolve_memory(config, model, "cuda", None, said.append, batch_bytes=0)
+    plan = run_plan(found, model, "cuda")
+    assert found.memory.offload and found.memory.policy == "manual"
+    assert plan.total <= limit and 0 < plan.host_total <= host
+    assert re.search(r"memory\.offload=\[.*pinned, from rates measured on this machine\)", said[0])
+    (tmp_path / "config.toml").write_text(to_toml(found))
+    assert load_config(tmp_path / "config.toml").memory == found.memory
+    monkeypatch.setattr(memory_policy, "_on_gpu", lambda c, batch: (c, 1 << 30, 0, rates))
+    with pytest.raises(UserError, match="no setting fits"):
+        resolve_memory(config, model, "cuda", None, said.append, batch_bytes=0)
+
+
+def test_what_a_gpu_process_may_take(monkeypatch):
+    """Free device memory less the reserve; the host without what is not ours, nothing where it is
+    shared, little under WSL2."""
+    gpu = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), integrated=False)
+    gpu.free_bytes = lambda: 8 << 30
+    monkeypatch.setattr(device_module, "open_device", lambda ordinal: gpu)
+    monkeypatch.setattr(memory_policy, "pinnable_bytes", lambda: 10 << 30)
+    monkeypatch.setattr(memory_policy, "under_wsl", lambda: False)
+    config = auto()
+
+    def room() -> tuple[int, int | None]:
+        _, limit, host, _ = memory_policy._on_gpu(config, 1000)
+        return limit, host
+
+    assert room() == ((8 << 30) - RESERVE, (9 << 30) - 1000)
+    monkeypatch.setattr(memory_policy, "under_wsl", lambda: True)
+    assert room()[1] == WSL_PINNED
+    gpu.integrated = True
+    assert room()[1] == 0
