@@ -374,7 +374,7 @@ def report(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("command", choices=["store", "train", "report"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--run", choices=list(RUNS))

@@ -58,9 +58,13 @@ def test_shapes_for_two_blocks_a_multiprocessor() -> None:
     half = 102400 // 2 - 1024
     for D in attention.HEAD_DIMS:
         small = default_tiles(D, (8, 6))
-        assert attention_forward.shared_bytes(D, small.forward) <= half
-        assert attention_dkdv.shared_bytes(D, small.dkdv) <= half
-        assert attention_backward.shared_bytes(D, small.dq) <= half
+        for module, shape in (
+            (attention_forward, small.forward),
+            (attention_dkdv, small.dkdv),
+            (attention_backward, small.dq),
+        ):
+            assert isinstance(shape, Tile)
+            assert module.shared_bytes(D, shape) <= half
 
 
 # ---- simulator ---------------------------------------------------------------------------------

@@ -46,8 +46,17 @@ def test_plain_line_has_every_figure():
 
 
 def health(n: int, *tensors: tuple[str, int, float, float, float]) -> HealthMetrics:
-    keys = ("name", "layer", "absmax", "underflowed", "saturated")
-    found = tuple(TensorHealth(format="e4m3", **dict(zip(keys, t, strict=True))) for t in tensors)
+    found = tuple(
+        TensorHealth(
+            name=name,
+            layer=layer,
+            format="e4m3",
+            absmax=absmax,
+            underflowed=underflowed,
+            saturated=saturated,
+        )
+        for name, layer, absmax, underflowed, saturated in tensors
+    )
     return HealthMetrics(step=n, lse_max=12.345678, tensors=found)
 
 
