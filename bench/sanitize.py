@@ -79,7 +79,7 @@ def run(tool: str, part: Part, *options: str) -> tuple[str, str]:
     """(pytest's and the tool's last words, everything that was printed)."""
     command = [
         "compute-sanitizer", "--tool", tool, "--target-processes", "application-only",
-        "--print-limit", "20", *options, sys.executable, "-m", "pytest", "-m", "gpu", "-q",
+        *options, sys.executable, "-m", "pytest", "-m", "gpu", "-q",
         "-p", "no:cacheprovider", f"tests/kernels/{part.file}.py", "-k", part.tests,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -105,7 +105,9 @@ def check(job: tuple[str, Part]) -> bool:
     """One part under one tool; prints its line, and the tool's report if there is one."""
     tool, part = job
     start = time.monotonic()
-    options = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    options = ["--print-limit", "20"]
+    if tool == "memcheck":
+        options += ["--report-api-errors", "no"]
     words, text = run(tool, part, *options)
     print(f"{tool}  {part.name}: {words} ({time.monotonic() - start:.0f} s)", flush=True)
     if not clean(words):
