@@ -70,6 +70,10 @@ class Ops(Protocol):
         """Write the kept codes of a weight whose slices were updated one by one."""
         ...
 
+    def updated(self, weight: Tensor) -> None:
+        """After `adamw` of a rank's shard: its absmax is in its slot."""
+        ...
+
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         """x[n] = table[tokens[n]]. x: (N, C), table: (V, C)."""
         ...
@@ -236,8 +240,9 @@ class Ops(Protocol):
         """
         ...
 
-    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
-        """x = std * standard normal of the element's counter."""
+    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int, first: int = 0) -> None:
+        """x = std * standard normal of the element's counter. first: x's first element in the
+        parameter, a multiple of 1024."""
         ...
 
     def read(self, tensor: Tensor) -> Any:

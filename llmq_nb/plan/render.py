@@ -201,7 +201,7 @@ def _speed(r: Report) -> list[str]:
     if r.speed is None or r.machine.rates is None or r.better is not None and not r.fits:
         return []  # of a plan that does not fit, the proposal's speed matters
     s, rates = r.speed, r.machine.rates
-    step = r.config.tokens_per_step(world_size=1)
+    step = r.config.tokens_per_step
     why = "from rates measured on one" if rates.measured else "from its data sheet, to some 20 %"
     if rates.host_link.measured and r.config.memory.offload:
         why += f"; the host link {SAID}"

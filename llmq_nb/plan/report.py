@@ -209,7 +209,7 @@ def predict(config: Config, model: ModelConfig, rates: Rates) -> Speed:
     for part, seconds in by_part(optimizer_work(config, model, rates)).items():
         parts[part] = parts.get(part, 0.0) + seconds
     seconds = sum(parts.values())
-    return Speed(config.tokens_per_step(world_size=1) / seconds, seconds, parts)
+    return Speed(config.tokens_per_step / seconds, seconds, parts)
 
 
 def pinned_bytes(plan: Plan) -> int:
@@ -226,7 +226,7 @@ def checkpoint_tensor_bytes(config: Config, plan: Plan) -> int:
 
 def _batch_bytes(config: Config) -> int:
     """The step's batch in host memory, and the next one."""
-    return 2 * BATCH_BYTES * config.tokens_per_step(world_size=1)
+    return 2 * BATCH_BYTES * config.tokens_per_step
 
 
 def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[Line]:

@@ -173,7 +173,7 @@ def check_memory(config: Config, model: ModelConfig) -> None:
 
 def batch_bytes(config: Config) -> int:
     """Host memory of this step's batch and the next one's."""
-    return 2 * BATCH_BYTES * config.tokens_per_step(world_size=1)
+    return 2 * BATCH_BYTES * config.tokens_per_step
 
 
 def check_writable(folder: Path) -> None:

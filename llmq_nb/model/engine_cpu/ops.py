@@ -42,11 +42,15 @@ class CpuOps:
 
     def refresh_weights(self, weights: list[Tensor]) -> None:
         for weight in weights:
+            linear.find_absmax(weight)
             self.update_weight(weight)
 
     def update_weight(self, weight: Tensor) -> None:
         """Where no codes are kept a product quantises its weight each time."""
         linear.keep_codes(weight)
+
+    def updated(self, weight: Tensor) -> None:
+        linear.find_absmax(weight)
 
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         x.data[...] = table.data[tokens.data.reshape(-1)]
@@ -265,8 +269,8 @@ class CpuOps:
         )
         linear.keep_codes(weight)
 
-    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
-        values = normal(0, x.size, seed=self.seed, tensor_id=tensor_id)
+    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int, first: int = 0) -> None:
+        values = normal(first, x.size, seed=self.seed, tensor_id=tensor_id)
         x.data[...] = (values * np.float32(std)).reshape(x.shape)
 
     def read(self, tensor: Tensor) -> NDArray[Any]:

@@ -106,6 +106,9 @@ class CudaOps:
     def update_weight(self, weight: Tensor) -> None:
         self.fp8.update_weight(weight)
 
+    def updated(self, weight: Tensor) -> None:
+        """Nothing to do: the update found it."""
+
     # ---- embedding, norms ----------------------------------------------------------------------
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         embedding.embedding_forward_launch(
@@ -334,9 +337,9 @@ class CudaOps:
         self.fp8.update_weight(weight)
 
     # ---- memory --------------------------------------------------------------------------------
-    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
+    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int, first: int = 0) -> None:
         elementwise.fill_normal_launch(
-            x.data, n=x.size, seed=self.config.run.seed, tensor=tensor_id, std=std,
+            x.data, n=x.size, start=first, seed=self.config.run.seed, tensor=tensor_id, std=std,
             **self._common(x),
         )  # fmt: skip
 
