@@ -245,6 +245,31 @@ class Ops(Protocol):
         parameter, a multiple of 1024."""
         ...
 
+    def accumulate(
+        self,
+        shard: Tensor,
+        contributions: Tensor,
+        *,
+        tensor_id: int,
+        first_element: int,
+        start: bool,
+        queue: Any = None,
+    ) -> None:
+        """shard (+)= sum of all ranks' contributions in their order, rounded stochastically once.
+
+        contributions: (ranks, at least shard.size). start: the shard starts anew. first_element: of
+        the shard in its parameter, a multiple of 1024. queue: run there, not in stream order.
+        """
+        ...
+
+    def combine_norms(self, norms: Tensor, total: Tensor, gathered: Tensor) -> None:
+        """`global_norm`'s outputs from the norms of all ranks' shards, (ranks, parameters)."""
+        ...
+
+    def combine_absmax(self, slots: Tensor, gathered: Tensor) -> None:
+        """Each slot's absmax is the largest of all ranks'. slots: (n, 4); gathered: (ranks, n, 4)."""
+        ...
+
     def read(self, tensor: Tensor) -> Any:
         """The content as a NumPy array (waits for the stream)."""
         ...

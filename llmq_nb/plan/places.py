@@ -62,10 +62,17 @@ def offloads_quants(config: Config) -> bool:
     return keeps_quants(config) and "quants" in config.memory.offload
 
 
+def cuts_weights(config: Config) -> bool:
+    """Whether each of several ranks holds a part of the blocks' matrices only. What lives on the
+    host is always cut: one copy for all ranks."""
+    host = "master" in config.memory.offload and not has_master(config)
+    return config.world_size > 1 and (config.parallel.shard_weights or host)
+
+
 def staged_weights(config: Config, model: ModelConfig) -> list[int]:
     """Layers whose products read the values of weights that live on the host, or in shards."""
     host = "master" in config.memory.offload and not has_master(config)
-    if not host and not (config.world_size > 1 and config.parallel.shard_weights):
+    if not host and not cuts_weights(config):
         return []
     codes = set(fp8_layers(config, model)) if keeps_quants(config) else set()
     return [layer for layer in range(model.L) if layer not in codes]
@@ -73,7 +80,7 @@ def staged_weights(config: Config, model: ModelConfig) -> list[int]:
 
 def staged_quants(config: Config, model: ModelConfig) -> list[int]:
     """Layers whose codes are brought from the host, or from shards."""
-    shards = config.world_size > 1 and config.parallel.shard_weights and keeps_quants(config)
+    shards = cuts_weights(config) and keeps_quants(config)
     return fp8_layers(config, model) if shards or offloads_quants(config) else []
 
 

@@ -11,7 +11,7 @@ import math
 from llmq_nb.config import Config
 from llmq_nb.model.fp8 import keeps_quants
 from llmq_nb.model.parameters import Parameter
-from llmq_nb.plan.places import offloads_quants, place_of
+from llmq_nb.plan.places import cuts_weights, offloads_quants
 
 SHARD_MULTIPLE = 1024
 """Elements: eight groups of an e4m3 moment, and whole Philox words."""
@@ -39,15 +39,12 @@ def elements(parameter: Parameter) -> int:
 
 def shards_weight(config: Config, parameter: Parameter) -> bool:
     """Whether a parameter's weights are cut, to be gathered where products read them."""
-    if config.world_size == 1 or parameter.layer is None or parameter.kind != "matrix":
-        return False
-    host = place_of(config, "weights", parameter) == "host"
-    return config.parallel.shard_weights or host
+    return cuts_weights(config) and parameter.layer is not None and parameter.kind == "matrix"
 
 
 def shards_quants(config: Config) -> bool:
     """Whether the kept codes of FP8 weights are cut."""
-    cut = config.parallel.shard_weights or offloads_quants(config)
+    cut = cuts_weights(config) or offloads_quants(config)
     return config.world_size > 1 and keeps_quants(config) and cut
 
 

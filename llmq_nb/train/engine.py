@@ -146,6 +146,8 @@ class CpuEngine:
             [transfer] * ranks,
         )
         self.states = run_states(config, model, self.ranks, self.rank_tensors)
+        for ops, rank in zip(self.rank_ops, self.ranks, strict=True):
+            ops.shared_slots = rank.slots
         self._stale = True
         """Whether weights were written since their codes were made."""
 
