@@ -1,8 +1,8 @@
 """Phases in which all ranks take from each other, and the two ends of a step.
 
-    begin    the other ranks' streams start after rank 0's: one capture holds them all
-    share    every rank pulls what it lacks; nobody goes on before all have it
-    end      rank 0's stream goes on after all others
+begin    the other ranks' streams start after rank 0's: one capture holds them all
+share    every rank pulls what it lacks; nobody goes on before all have it
+end      rank 0's stream goes on after all others
 """
 
 import dataclasses

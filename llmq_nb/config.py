@@ -307,6 +307,12 @@ class Config:
         return len(self.parallel.devices or (0,))
 
     @property
+    def ranks_per_device(self) -> int:
+        """The most ranks that share a device."""
+        devices = self.parallel.devices or (0,)
+        return max(devices.count(device) for device in devices)
+
+    @property
     def out_dir(self) -> str:
         """The run's folder."""
         return self.run.out_dir.replace("{name}", self.run.name)

@@ -267,7 +267,7 @@ class Ops(Protocol):
         ...
 
     def combine_absmax(self, slots: Tensor, gathered: Tensor) -> None:
-        """Each slot's absmax is the largest of all ranks'. slots: (n, 4); gathered: (ranks, n, 4)."""
+        """Each slot's absmax is the largest of all ranks': (n, 4) from (ranks, n, 4)."""
         ...
 
     def read(self, tensor: Tensor) -> Any:

@@ -10,7 +10,7 @@ import math
 
 from llmq_nb.config import Config
 from llmq_nb.core.arena import aligned
-from llmq_nb.core.dtype import DType
+from llmq_nb.core.dtype import M_GROUP, DType
 from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import model_parameters
@@ -99,9 +99,10 @@ class Machine:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """asked: the config as it came. config: as planned, resolved where policy = "auto". limit: of
-    our allocation; reserve: what else there must be. free: negative where it is short.
+    a rank's allocation; reserve: what else there must be. free: negative where it is short.
 
-    host_limit, host_free: the same of buffers in pinned host memory; None: not known, no limit.
+    host_limit, host_free: the same of a rank's buffers in pinned host memory; None: not known, no
+    limit. plan, lines: a rank's; what is on the host and the disk, of all ranks.
     """
 
     asked: Config
@@ -135,8 +136,10 @@ class Report:
 def make_report(config: Config, model: ModelConfig, machine: Machine, search: Search) -> Report:
     """Plan a run on a machine. search: over the same config, for what else would fit."""
     asked, reserve = config, reserve_of(config, machine)
-    limit = usable(config, machine) - reserve
+    limit = (usable(config, machine) - reserve) // config.ranks_per_device
     host = room_on_host(config, model, machine)
+    if host is not None:
+        host //= config.world_size
     surely = min(WSL_PINNED, WSL_PINNED if host is None else host) if machine.wsl else host
     chosen = least = better = None
     if config.memory.policy == "auto":
@@ -218,10 +221,15 @@ def pinned_bytes(plan: Plan) -> int:
     return RING_SLOTS * sum(inputs)
 
 
-def checkpoint_tensor_bytes(config: Config, plan: Plan) -> int:
+def checkpoint_tensor_bytes(config: Config, model: ModelConfig) -> int:
     """Tensors of one checkpoint: master weights and both moments."""
-    groups = ("master" if has_master(config) else "weights", "m", "v")
-    return sum(b.nbytes for b in plan.buffers if b.group in groups)
+    o, total = config.optimizer, 0
+    for p in model_parameters(model):
+        n = math.prod(p.shape)
+        total += n * sum(DType(name).itemsize for name in (o.master, o.m, o.v))
+        if o.m == "e4m3":
+            total += -(-n // M_GROUP) * DType.FP32.itemsize
+    return total
 
 
 def _batch_bytes(config: Config) -> int:
@@ -230,13 +238,15 @@ def _batch_bytes(config: Config) -> int:
 
 
 def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[Line]:
-    out = _ours(config, plan, "device", "GPU" if kind == "cuda" else "host")
+    ranks = config.world_size
+    gpu = "GPU" if ranks == 1 else "each rank"
+    out = _ours(config, plan, "device", gpu if kind == "cuda" else "host")
     if kind == "cuda":
         out += [
             Line("GPU reserve", "CUDA context", CONTEXT, "beside it; an estimate"),
             Line("GPU reserve", "kernels, graphs", RESERVE, "beside it; an estimate"),
-            *_ours(config, plan, "host", "pinned host"),
-            Line("pinned host", "input slots", pinned_bytes(plan), "tokens on their way"),
+            *_ours(config, plan, "host", "pinned host", ranks),
+            Line("pinned host", "input slots", ranks * pinned_bytes(plan), "tokens on their way"),
         ]
     out += [
         Line("host", "batches", _batch_bytes(config), "of this step and the next"),
@@ -245,19 +255,20 @@ def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[L
     if kind == "cuda":
         largest = _largest_tensor(config, model)
         out.append(Line("host", "one tensor", largest, "at a time, for a checkpoint"))
-    checkpoint = checkpoint_tensor_bytes(config, plan)
+    checkpoint = checkpoint_tensor_bytes(config, model)
     keep = config.checkpoint.keep
     kept = f"{keep} kept, one more meanwhile" if keep else "all are kept"
     out.append(Line("disk", "a checkpoint", checkpoint, kept))
     return out
 
 
-def _ours(config: Config, plan: Plan, place: Place, where: str) -> list[Line]:
-    """Our allocation at one place."""
+def _ours(config: Config, plan: Plan, place: Place, where: str, ranks: int = 1) -> list[Line]:
+    """Our allocation at one place, for so many ranks."""
     out = []
     for group, nbytes in plan.group_bytes(place).items():
         if nbytes:
-            out.append(Line(where, group, nbytes, _note(config, plan, group, place), ours=True))
+            note = _note(config, plan, group, place)
+            out.append(Line(where, group, ranks * nbytes, note, ours=True))
     order: list[str] = list(NOTES)
     return sorted(out, key=lambda line: order.index(line.category))
 

@@ -102,8 +102,7 @@ def make_engine(
         return CpuEngine(config, model)
     from llmq_nb.train.engine_cuda import CudaEngine
 
-    ordinal = (config.parallel.devices or (0,))[0]
-    return CudaEngine(config, model, ordinal=ordinal, tuning=tuning)
+    return CudaEngine(config, model, tuning=tuning)
 
 
 class CpuEngine:

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from llmq_nb.config import Config
-from llmq_nb.core.dtype import M_GROUP
 from llmq_nb.comm.gradients import SharedGradients
 from llmq_nb.comm.link import LinkTransfer
+from llmq_nb.config import Config
+from llmq_nb.core.dtype import M_GROUP
 from llmq_nb.core.tensor import Fp8Slot, Tensor
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import Parameter, layer_parameters, model_parameters

@@ -26,7 +26,13 @@ from llmq_nb.offload.optimizer_state import StreamedStates
 from llmq_nb.offload.transfer import ImmediateTransfer
 from llmq_nb.plan.buffers import Plan
 from llmq_nb.plan.places import STAGES, has_master, streamed_states
-from llmq_nb.plan.shards import elements, shard_range, shards_gradients, shards_quants, shards_weight
+from llmq_nb.plan.shards import (
+    elements,
+    shard_range,
+    shards_gradients,
+    shards_quants,
+    shards_weight,
+)
 from llmq_nb.train.fp8_slots import Fp8Slots
 from llmq_nb.train.host_stores import (
     MakeTransfer,

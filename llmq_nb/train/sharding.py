@@ -89,7 +89,9 @@ def make_group(config: Config, model: ModelConfig, seats: Seats) -> Group:
     for rank, (ops, links) in enumerate(zip(seats.ops, seats.links, strict=True)):
         runs: dict[Unit, list[Run]] = {}
         for p in parameters:
-            runs.setdefault(unit_of(p), []).extend(_runs(config, p, ids[p.name], seats, rank, model))
+            runs.setdefault(unit_of(p), []).extend(
+                _runs(config, p, ids[p.name], seats, rank, model)
+            )
         ends.append(End(links[1], runs, _accumulate(ops, links[1]), seats.activate[rank]))
     turns = {layer: layer % STAGES for layer in range(model.L)} if every else {}
     exchange = Exchange(

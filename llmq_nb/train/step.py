@@ -40,6 +40,7 @@ def optimizer_step(ranks: Sequence[Rank]) -> None:
     if group := ranks[0].group:
         group.share(group.norms)
         for rank in _each(ranks):
+            assert rank.all_norms is not None
             rank.ops.combine_norms(rank.norms, rank.norm_total, rank.all_norms)
     for rank in _each(ranks):
         for s in rank.updates:

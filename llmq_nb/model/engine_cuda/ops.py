@@ -4,6 +4,7 @@ So a recorded step is a list of these launches. What changes from step to step i
 `inputs/scalars` on the device.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,6 @@ from llmq_nb.model.engine_cpu.attention import rope_tables
 from llmq_nb.model.engine_cuda.fp8 import Fp8Products
 from llmq_nb.model.engine_cuda.scalars import SCALARS, pack_scalars
 from llmq_nb.model.ops import Scalars
-from llmq_nb.model.parameters import model_parameters
 
 
 class CudaOps:
@@ -56,11 +56,6 @@ class CudaOps:
         self.config, self.model, self.optimizer = config, model, config.optimizer
         self.device, self.stream = device, stream
         self.B, self.T = config.batch.micro_batch, config.batch.seq_len
-        self._grads = [
-            tensors[name]
-            for p in model_parameters(model)
-            if (name := f"gradients/{p.name}") in tensors
-        ]
         self._chunks = (tensors["engine/norm_chunks"], tensors["engine/norm_first"])
         self._cos, self._sin = tensors["engine/cos"], tensors["engine/sin"]
         self._scratch = tensors["engine/scratch"].data
@@ -79,13 +74,18 @@ class CudaOps:
     def set_scalars(self, scalars: Scalars) -> None:
         self.write(self._scalars, pack_scalars(scalars).view(np.int32))
 
-    def write_tables(self) -> None:
-        """Fill the rotation tables and the norm's table; once, after the memory was cleared."""
-        if self._grads:
-            pairs = [(g.data, g.size) for g in self._grads]
-            tables = global_norm.chunk_table(pairs, itemsize=self._grads[0].dtype.itemsize)
-            for tensor, table in zip(self._chunks, tables, strict=True):
-                self.write(tensor, table.view(np.int32).reshape(tensor.shape))
+    def write_tables(self, gradients: Sequence[Tensor] = ()) -> None:
+        """Fill the rotation tables and the norm's; once, after the memory was cleared.
+
+        gradients: what `global_norm` will be given, one for each parameter.
+        """
+        if gradients:
+            pairs = [(g.data, g.size) for g in gradients]
+            chunks, first = global_norm.chunk_table(pairs, itemsize=gradients[0].dtype.itemsize)
+            table = np.zeros((self._chunks[0].shape[0], 2), np.int64)  # a short shard has fewer
+            table[: len(chunks)] = chunks
+            self.write(self._chunks[0], table.view(np.int32))
+            self.write(self._chunks[1], first)
         for tensor, table in zip(
             (self._cos, self._sin), rope_tables(self.model, self.T), strict=True
         ):
