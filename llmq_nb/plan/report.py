@@ -101,8 +101,8 @@ class Report:
     """asked: the config as it came. config: as planned, resolved where policy = "auto". limit: of
     a rank's allocation; reserve: what else there must be. free: negative where it is short.
 
-    host_limit, host_free: the same of a rank's buffers in pinned host memory; None: not known, no
-    limit. plan, lines: a rank's; what is on the host and the disk, of all ranks.
+    host_limit, host_free: the same of all ranks' buffers in pinned host memory; None: not known, no
+    limit. plan: a rank's. lines: of each rank; what is on the host and the disk, of all.
     """
 
     asked: Config
@@ -124,6 +124,11 @@ class Report:
     warnings: tuple[str, ...]
 
     @property
+    def pinned(self) -> int:
+        """Bytes of offloaded buffers in pinned host memory, of all ranks."""
+        return self.config.world_size * self.plan.host_total
+
+    @property
     def fits(self) -> bool:
         return self.free >= 0 and not self.host_short
 
@@ -138,15 +143,16 @@ def make_report(config: Config, model: ModelConfig, machine: Machine, search: Se
     asked, reserve = config, reserve_of(config, machine)
     limit = (usable(config, machine) - reserve) // config.ranks_per_device
     host = room_on_host(config, model, machine)
-    if host is not None:
-        host //= config.world_size
     surely = min(WSL_PINNED, WSL_PINNED if host is None else host) if machine.wsl else host
+    if surely is not None:
+        surely //= config.world_size
     chosen = least = better = None
     if config.memory.policy == "auto":
         chosen = search.choose(limit, surely) or search.smallest(surely)
         config = chosen.setting.applied(config)
     plan = run_plan(config, model, machine.kind)
-    free, host_free = limit - plan.total, None if host is None else host - plan.host_total
+    pinned = config.world_size * plan.host_total
+    free, host_free = limit - plan.total, None if host is None else host - pinned
     fits = free >= 0 and (plan.host_total == 0 or host_free is None or host_free >= 0)
     if chosen is None:
         better = search.choose(limit, surely)
@@ -309,7 +315,7 @@ def _warnings(r: Report) -> list[str]:
     m, gpu = r.machine, r.machine.kind == "cuda"
     if gpu and m.wsl:
         out.append(f"WSL2: Windows keeps part of the card; planned with {WSL_SHARE:.0%} of it")
-        pinned = pinned_bytes(r.plan) + r.plan.host_total
+        pinned = r.config.world_size * pinned_bytes(r.plan) + r.pinned
         if pinned > WSL_PINNED:
             out.append(f"WSL2: {format_bytes(pinned)} of pinned memory may be more than it gives")
     if gpu and m.device_memory in SOLD and r.config.memory.device_limit is None:
