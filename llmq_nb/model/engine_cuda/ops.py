@@ -14,9 +14,11 @@ from llmq_nb.config import Config
 from llmq_nb.core.device import Device, check, driver, synchronize_stream
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.kernels import (
+    accumulate,
     adamw,
     attention,
     bias,
+    combine,
     cross_entropy,
     elementwise,
     embedding,
@@ -35,6 +37,7 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
 from llmq_nb.model.engine_cuda.fp8 import Fp8Products
 from llmq_nb.model.engine_cuda.scalars import SCALARS, pack_scalars
+from llmq_nb.model.fp8 import ABSMAX
 from llmq_nb.model.ops import Scalars
 
 
@@ -335,6 +338,41 @@ class CudaOps:
             stream=self.stream,
         )  # fmt: skip
         self.fp8.update_weight(weight)
+
+    # ---- several ranks -------------------------------------------------------------------------
+    def accumulate(
+        self,
+        shard: Tensor,
+        contributions: Tensor,
+        *,
+        tensor_id: int,
+        first_element: int,
+        start: bool,
+        queue: Any = None,
+    ) -> None:
+        ranks = contributions.shape[0]
+        accumulate.accumulate_launch(
+            shard.data, contributions.data, ranks=ranks, stride=contributions.nbytes // ranks,
+            n=shard.size, first=first_element, start=start, counter=self._scalar["update"],
+            seed=self.config.run.seed, tensor=tensor_id, dtype=shard.dtype,
+            stream=self.stream if queue is None else queue,
+        )  # fmt: skip
+
+    def combine_norms(self, norms: Tensor, total: Tensor, gathered: Tensor) -> None:
+        ranks, tensors = gathered.shape
+        combine.combine_norms_launch(
+            norms.data, total.data, gathered.data, tensors=tensors, ranks=ranks,
+            max_norm=self.optimizer.max_grad_norm, stream=self.stream,
+        )  # fmt: skip
+
+    def combine_absmax(self, slots: Tensor, gathered: Tensor) -> None:
+        ranks, n, _ = gathered.shape
+        absmax = slots.dtype.itemsize * ABSMAX
+        combine.combine_absmax_launch(
+            slots.data + absmax, gathered.data + absmax, n=n, ranks=ranks,
+            spacing=slots.nbytes // slots.shape[0], stride=gathered.nbytes // ranks,
+            stream=self.stream,
+        )  # fmt: skip
 
     # ---- memory --------------------------------------------------------------------------------
     def fill_normal(self, x: Tensor, *, std: float, tensor_id: int, first: int = 0) -> None:
