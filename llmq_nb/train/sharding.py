@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmq_nb.comm.collectives import all_gather
+from llmq_nb.comm.collectives import all_gather, rows
 from llmq_nb.comm.exchange import Exchange, Seat
 from llmq_nb.comm.gradients import End, GradientReduction, Run
 from llmq_nb.comm.link import Link, Pull
@@ -122,16 +122,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _rows(seats: Seats, source: str, target: str) -> list[list[Pull]]:
     """Each rank's `source`, as much of it as a row of `target` holds, into a row of all others'."""
+    sources = [_flat(tensors[source]) for tensors in seats.tensors]
     out = []
     for tensors in seats.tensors:
         place = tensors[target]
-        nbytes = place.nbytes // place.shape[0]
-        out.append(
-            [
-                Pull(place.address + r * nbytes, other[source].address, nbytes, r)
-                for r, other in enumerate(seats.tensors)
-            ]
-        )
+        out.append(rows(place, sources, first=0, count=place.size // place.shape[0]))
     return out
 
 
@@ -163,21 +158,13 @@ def _runs(
     n, ranks = elements(p), len(seats.tensors)
     start, stop = shard_range(n, ranks, rank)
     received = seats.tensors[rank]["ranks/gradients"]
-    at_once, itemsize = received.shape[1], received.dtype.itemsize
+    at_once = received.shape[1]
     shard = gradient_shard(config, p, seats.tensors[rank], rank)
-    sources = [full_gradient(config, model, t, p).address for t in seats.tensors]
+    sources = [_flat(full_gradient(config, model, t, p)) for t in seats.tensors]
     out = []
     for first in range(start, stop, at_once):
         count = min(at_once, stop - first)
-        pulls = tuple(
-            Pull(
-                received.address + r * at_once * itemsize,
-                source + first * itemsize,
-                count * itemsize,
-                r,
-            )
-            for r, source in enumerate(sources)
-        )
+        pulls = tuple(rows(received, sources, first=first, count=count))
         run = shard.rows(first - start, first - start + count)
         out.append(Run(pulls, received, run, tensor_id, first))
     return out
