@@ -5,7 +5,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from llmq_nb.comm.copy_engine import CudaLink, make_links
 from llmq_nb.comm.link import Link
+from llmq_nb.comm.topology import check_peers
 from llmq_nb.config import Config
 from llmq_nb.core.device import (
     Device,
@@ -43,6 +45,7 @@ class CudaSeat:
     ops: CudaOps
     ring: InputRing
     ready: Any
+    links: tuple[CudaLink, ...] = ()
 
     def synchronize(self) -> None:
         """Wait for all that its stream was given."""
@@ -59,6 +62,8 @@ class CudaSeat:
         """Give the device's and the pinned memory back; nothing is in flight."""
         self.device.make_current()
         self.ring.close()
+        for link in self.links:
+            link.close()
         free(self.base)
         self.host.close()
 
@@ -82,16 +87,15 @@ def ranks_of(config: Config, seats: Sequence[CudaSeat]) -> tuple[Seats, list[Mak
     transfers: list[MakeTransfer] = [functools.partial(CudaTransfer, s.stream) for s in seats]
     links: list[tuple[Link, ...]] = [() for _ in seats]
     if len(seats) > 1:
-        from llmq_nb.comm.copy_engine import make_links
-        from llmq_nb.comm.topology import check_peers
-
         devices, streams = [s.device for s in seats], [s.stream for s in seats]
         if config.parallel.peer_copies == "off":
             peers = lambda i, j: False  # noqa: E731
         else:
-            peers = check_peers(devices, announce)
+            peers = check_peers(devices, announce).direct
         sets = [make_links(devices, streams, direct=peers) for _ in range(LINKS)]
-        links = [tuple(links[r] for links in sets) for r in range(len(seats))]
+        for r, seat in enumerate(seats):
+            seat.links = tuple(links[r] for links in sets)
+            links[r] = seat.links
     activate = [s.device.make_current for s in seats]
     return Seats([s.tensors for s in seats], [s.ops for s in seats], links, activate), transfers
 
