@@ -1,11 +1,10 @@
-"""copy, absmax, accumulate, fill_normal against DRAM bandwidth: python -m
-bench.bench_elementwise"""
+"""copy, absmax, fill_normal against DRAM bandwidth: python -m bench.bench_elementwise"""
 
 import ml_dtypes
 
 from bench.harness import Bench
 from llmq_nb.kernels import elementwise
-from llmq_nb.kernels.elementwise import absmax_bytes, accumulate_bytes, copy_bytes
+from llmq_nb.kernels.elementwise import absmax_bytes, copy_bytes
 
 BF16 = ml_dtypes.bfloat16
 N = 1 << 28
@@ -14,7 +13,7 @@ N = 1 << 28
 def main() -> None:
     with Bench("copy") as b:
         x, out = b.random((N,), BF16), b.random((N,), BF16)
-        slot, counter = b.zeros(4), b.zeros(4)
+        slot = b.zeros(4)
         b.measure(
             {"n": N},
             lambda: elementwise.copy_launch(out, x, nbytes=2 * N, stream=b.stream),
@@ -25,14 +24,6 @@ def main() -> None:
             {"n": N},
             lambda: elementwise.absmax_launch(slot, x, n=N, stream=b.stream),
             bytes=absmax_bytes(N),
-        )
-        b.name = "accumulate"
-        b.measure(
-            {"n": N, "ranks": 1},
-            lambda: elementwise.accumulate_launch(
-                out, x, ranks=1, stride=0, n=N, counter=counter, seed=1, tensor=1, stream=b.stream
-            ),
-            bytes=accumulate_bytes(N, 1),
         )
         b.name = "fill_normal"
         b.measure(

@@ -1,19 +1,14 @@
-r"""Elementwise passes over flat tensors: copy, convert, absmax, accumulate, normal initialisation.
+r"""Elementwise passes over flat tensors: copy, convert, absmax, normal initialisation.
 
     copy         out = x                                        (bytes)
-    convert      out = round(x)                                 (bfloat16 <-> float32, to nearest
-    even) absmax       slot = max(slot, max_i |x_i|)
-    accumulate   shard_i = stochastic_round(shard_i + sum_r contributions[r, i])      (r in order,
-    float32) fill_normal  out_i = mean + std * z_i,   z_i standard normal (Box-Muller of Philox
-    words)
+    convert      out = round(x)                  (bfloat16 <-> float32, to nearest even)
+    absmax       slot = max(slot, max_i |x_i|)
+    fill_normal  out_i = mean + std * z_i        (z standard normal: Box-Muller of Philox words)
 
-Shapes   n elements, a multiple of 8 (one piece); contributions: RANKS tensors, `stride` bytes
-         apart.
+Shapes   n elements, a multiple of 8 (one piece).
 Dtypes   bfloat16 or float32 (`dtype`); absmax slot float32, 0 or an earlier maximum before.
-         counter: one uint32 in device memory, step * grad_accumulation + micro_step.
-Errors   copy, absmax: exact. convert: one rounding. accumulate: RANKS float32 additions, one
-         stochastic rounding (random.py). fill_normal: angle and radius carry 2^-20 absolute error
-         (sin, cos, lg2, sqrt approximations), one rounding to the storage format.
+Errors   copy, absmax: exact. convert: one rounding. fill_normal: angle and radius carry 2^-20
+         absolute error (sin, cos, lg2, sqrt approximations), one rounding to the storage format.
          Element i uses Philox counters of piece start / 8 + i / 8, so any cut into shards that
          starts at a multiple of 8 gives the same values.
 Cost     Every operand once.
@@ -33,7 +28,6 @@ from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
     cosf,
     ffma,
-    ldg32,
     ldg128_cs,
     lg2,
     sinf,
@@ -42,18 +36,12 @@ from llmq_nb.kernels.ptx import (
     stg128_cs,
     u32_to_f32,
 )
-from llmq_nb.kernels.random import (
-    Purpose,
-    philox,
-    philox_ref,
-    random_bits_ref,
-    round_stochastic_ref,
-)
+from llmq_nb.kernels.random import Purpose, philox, philox_ref
 from llmq_nb.kernels.vector import PIECE, vector
 
 THREADS, UNROLL = 256, 4  # four independent 16-byte accesses a thread keep enough bytes in flight
 ABSMAX_BLOCKS = 2048  # a constant; more blocks would only mean more atomics
-GRADIENT, INIT = int(Purpose.GRADIENT), int(Purpose.INIT)
+INIT = int(Purpose.INIT)
 NO_BITS = np.uint32(0)
 TWO_PI, PI = np.float32(2 * np.pi), np.float32(np.pi)
 MINUS_TWO_LN2 = np.float32(-2 * np.log(2.0))
@@ -61,9 +49,6 @@ TINY_UNIFORM = np.float32(2.0**-33)  # half a step, so that the logarithm is of 
 UNIFORM = np.float32(2.0**-32)
 
 COPY_SIGNATURE = (types.uint64, types.uint64, types.int64)
-ACCUMULATE_SIGNATURE = (
-    *(types.uint64,) * 3, types.int64, types.int64, types.int64, types.uint32, types.uint32
-)  # fmt: skip
 FILL_SIGNATURE = (
     types.uint64, types.int64, types.int64, types.uint32, types.uint32, types.float32, types.float32
 )  # fmt: skip
@@ -123,36 +108,6 @@ def make_absmax(dtype: str):
     return absmax
 
 
-def make_accumulate(ranks: int, dtype: str):
-    """Add RANKS tensors to one, in order, in float32; one stochastic rounding."""
-    v = vector(dtype)
-    WORDS, BYTES, load, load_cs, store = v.words, v.bytes * PIECE, v.load, v.load_cs, v.store
-    low, high, set_pair_stochastic = v.low, v.high, v.set_pair_stochastic
-    RANKS = ranks
-
-    def accumulate(shard, contributions, counter, stride, pieces, start, seed, tensor):
-        i = np.int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
-        if i < pieces:
-            tile = cuda.local.array((RANKS, WORDS), dtype=types.uint32)
-            own = cuda.local.array((1, WORDS), dtype=types.uint32)
-            words = cuda.local.array(4, dtype=types.uint32)
-            load(own, 0, shard + i * BYTES, True)
-            for r in range(RANKS):
-                load_cs(tile, r, contributions + r * stride + i * BYTES, True)
-            step = ldg32(counter)
-            words[0], words[1], words[2], words[3] = philox(seed, GRADIENT, start + i, tensor, step)
-            for j in range(4):
-                a, b = low(tile, 0, j), high(tile, 0, j)
-                for r in range(1, RANKS):
-                    a = a + low(tile, r, j)
-                    b = b + high(tile, r, j)
-                a, b = low(own, 0, j) + a, high(own, 0, j) + b
-                set_pair_stochastic(own, 0, j, a, b, words[j])
-            store(shard + i * BYTES, own, 0, True)
-
-    return accumulate
-
-
 @cuda.jit(device=True)
 def normal_pair(first, second):
     """Two independent standard normals from two random words (Box-Muller)."""
@@ -200,25 +155,14 @@ def absmax_launch(slot: int, x: int, *, n: int, dtype: str = "bf16", stream: Any
     k(stream, (min(ABSMAX_BLOCKS, cdiv(n // PIECE, THREADS * UNROLL)),), slot, x, n // PIECE)
 
 
-def accumulate_launch(
-    shard: int, contributions: int, *, ranks: int, stride: int, n: int, start: int = 0,
-    counter: int, seed: int, tensor: int, dtype: str = "bf16", stream: Any,
-) -> None:  # fmt: skip
-    """Add `ranks` tensors (stride bytes apart) to the n elements of shard, in place.
-
-    start: index of the shard's first element in the whole tensor, a multiple of 8; tensor: its id.
-    """
-    k = kernel(make_accumulate, ACCUMULATE_SIGNATURE, threads=THREADS, ranks=ranks, dtype=dtype)
-    pieces, first = n // PIECE, start // PIECE
-    grid = (cdiv(pieces, THREADS),)
-    k(stream, grid, shard, contributions, counter, stride, pieces, first, seed, tensor)
-
-
 def fill_normal_launch(
     out: int, *, n: int, start: int = 0, seed: int, tensor: int, mean: float = 0.0, std: float,
     dtype: str = "bf16", stream: Any,
 ) -> None:  # fmt: skip
-    """Write n normal values; start and tensor as in accumulate_launch."""
+    """Write n normal values.
+
+    start: index of the first element in the whole tensor, a multiple of 8; tensor: its id.
+    """
     k = kernel(make_fill_normal, FILL_SIGNATURE, threads=THREADS, dtype=dtype)
     pieces = n // PIECE
     k(stream, (cdiv(pieces, THREADS),), out, pieces, start // PIECE, seed, tensor, mean, std)
@@ -272,30 +216,7 @@ def absmax_bytes(n: int, *, itemsize: int = 2) -> int:
     return n * itemsize
 
 
-def accumulate_bytes(n: int, ranks: int, *, itemsize: int = 2) -> int:
-    """Read the shard and every contribution, write the shard."""
-    return n * itemsize * (ranks + 2)
-
-
 # ---- reference ---------------------------------------------------------------------------------
-def accumulate_ref(
-    shard: np.ndarray,
-    contributions: np.ndarray,
-    *,
-    seed: int,
-    tensor: int,
-    step: int,
-    start: int = 0,
-) -> np.ndarray:
-    """bfloat16 shard + the float32 sum of contributions (ranks, n), with the same random bits:
-    exact."""
-    total = contributions[0].astype(np.float32)
-    for rank in contributions[1:]:
-        total = total + rank.astype(np.float32)
-    bits = random_bits_ref(seed, GRADIENT, shard.size, tensor, step, start)
-    return round_stochastic_ref(shard.astype(np.float32) + total, bits)
-
-
 def fill_normal_ref(
     n: int, *, seed: int, tensor: int, std: float, mean: float = 0.0, start: int = 0
 ) -> np.ndarray:
@@ -315,10 +236,6 @@ COMPILE_CASES = [
     CompileCase(make_convert, {"source": "bf16", "target": "fp32"}, COPY_SIGNATURE, THREADS),
     CompileCase(make_convert, {"source": "fp32", "target": "bf16"}, COPY_SIGNATURE, THREADS),
     *(CompileCase(make_absmax, {"dtype": d}, COPY_SIGNATURE, THREADS) for d in ("bf16", "fp32")),
-    *(
-        CompileCase(make_accumulate, {"ranks": r, "dtype": d}, ACCUMULATE_SIGNATURE, THREADS)
-        for r, d in ((1, "bf16"), (4, "bf16"), (8, "fp32"))
-    ),
     *(
         CompileCase(make_fill_normal, {"dtype": d}, FILL_SIGNATURE, THREADS)
         for d in ("bf16", "fp32")

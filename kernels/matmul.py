@@ -257,6 +257,14 @@ class Products:
             plan.choose(chosen)
             self.choices[str(shape)] = chosen
 
+    def take(self, choices: dict[str, int]) -> None:
+        """Use what another rank has chosen."""
+        if choices is self.choices:
+            return
+        self.choices.update(choices)
+        for shape, plan in self._plans.items():
+            plan.choose(self.choices.get(str(shape), 0))
+
     def times(self, plan: Product, memory: int, *, stream: int) -> list[float]:
         """Seconds of a launch with each candidate, in their order; memory as in `tune`."""
         s = plan.shape

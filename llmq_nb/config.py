@@ -213,6 +213,8 @@ class ParallelConfig:
     """Transport of the weight gathers."""
     reduce: Literal["auto", "memcpy", "nccl"] = "auto"
     """Transport of the gradient reductions."""
+    peer_copies: Literal["auto", "off"] = "auto"
+    """Copy from GPU to GPU where the machine can; off: always through pinned host memory."""
 
     def __post_init__(self) -> None:
         ok = self.devices is None or (len(self.devices) > 0 and min(self.devices) >= 0)
@@ -300,11 +302,23 @@ class Config:
     log: LogConfig = LogConfig()
 
     @property
+    def world_size(self) -> int:
+        """Ranks: one for each entry of `parallel.devices`, once that is settled."""
+        return len(self.parallel.devices or (0,))
+
+    @property
+    def ranks_per_device(self) -> int:
+        """The most ranks that share a device."""
+        devices = self.parallel.devices or (0,)
+        return max(devices.count(device) for device in devices)
+
+    @property
     def out_dir(self) -> str:
         """The run's folder."""
         return self.run.out_dir.replace("{name}", self.run.name)
 
-    def tokens_per_step(self, world_size: int) -> int:
-        """Tokens of one optimizer step on `world_size` ranks, padding included."""
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step on all ranks, padding included."""
         b = self.batch
-        return b.micro_batch * b.seq_len * b.grad_accumulation * world_size
+        return b.micro_batch * b.seq_len * b.grad_accumulation * self.world_size

@@ -44,6 +44,11 @@ class StreamedStates(Generic[Item]):
         self._sent = [transfer.mark(), transfer.mark()]
         self.reset()
 
+    @property
+    def items(self) -> list[Item]:
+        """All of them, ready or not."""
+        return [part.item for part in self._slices]
+
     def __iter__(self) -> Iterator[Item]:
         staged = (s for s in self._slices if s.copies)
         self._fetch(next(staged, None))

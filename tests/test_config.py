@@ -296,7 +296,9 @@ def test_files(tmp_path):
 def test_derived_values():
     config = parse("", "run.name=a", "run.out_dir=x/{name}/y", "batch.grad_accumulation=2")
     assert config.out_dir == "x/a/y"
-    assert config.tokens_per_step(3) == 4 * 1024 * 2 * 3
+    assert config.tokens_per_step == 4 * 1024 * 2
+    config = parse("", "parallel.devices=[0, 0, 1]", "batch.grad_accumulation=2")
+    assert config.tokens_per_step == 4 * 1024 * 2 * 3
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", ".", "x\0"])

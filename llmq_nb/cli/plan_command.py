@@ -26,7 +26,11 @@ DEFAULT_CARD = "H200"
     "--device-memory", metavar="SIZE", help="Of the GPU, such as 15.5GiB; else the card's."
 )
 @click.option("--host-memory", metavar="SIZE", help="Of the machine, such as 64GiB.")
-@click.option("--gpus", default=1, show_default=True, type=click.IntRange(1), help="GPUs of a run.")
+@click.option(
+    "--gpus",
+    type=click.IntRange(1),
+    help="GPUs of the run, a rank each.  [default: parallel.devices, or one]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 def command(
     config: str,
@@ -34,7 +38,7 @@ def command(
     card: str | None,
     device_memory: str | None,
     host_memory: str | None,
-    gpus: int,
+    gpus: int | None,
     as_json: bool,
 ) -> None:
     """Does the run of CONFIG fit, and how fast will it be? Says where every byte goes, and what
@@ -46,15 +50,15 @@ def command(
     from llmq_nb.plan.render import print_report, to_json
     from llmq_nb.plan.report import make_report
     from llmq_nb.plan.search import Search
-    from llmq_nb.train.setup import resolve_model
+    from llmq_nb.train.setup import Device, check_supported, resolve_model
 
-    parsed = load_config(config, overrides)
-    _check_supported(parsed, gpus)
+    parsed = _with_ranks(load_config(config, overrides), gpus)
     console = Console(width=None, highlight=False, markup=False, emoji=False)
     quiet = Console(quiet=True)
     out = quiet if as_json else console
     model = resolve_model(parsed, out.print).model
     machine, reason = _machine(parsed, model.D, card, device_memory, host_memory)
+    check_supported(parsed, Device(machine.kind, reason))
     _check_offload(parsed, machine)
     parsed = _with_fp8_units(parsed, machine)
     search = Search(parsed, model, machine.rates or H200, kind=machine.kind)
@@ -66,15 +70,11 @@ def command(
     print_report(report, out)
 
 
-def _check_supported(config: Config, gpus: int) -> None:
-    """Refuse by name what no run of this version does."""
-    if gpus != 1:
-        what = f"--gpus {gpus}"
-        raise UserError(what, mend="this version trains on one GPU: leave it out")
-    if len(config.parallel.devices or (0,)) > 1:
-        what = f"devices = {list(config.parallel.devices or ())}"
-        mend = "this version trains on one rank: leave it out"
-        raise UserError(what, where="parallel.devices", mend=mend)
+def _with_ranks(config: Config, gpus: int | None) -> Config:
+    """The config with a rank on each of so many GPUs; None: as it says, or one."""
+    devices = tuple(range(gpus)) if gpus is not None else config.parallel.devices or (0,)
+    parallel = dataclasses.replace(config.parallel, devices=devices)
+    return dataclasses.replace(config, parallel=parallel)
 
 
 def _check_offload(config: Config, machine: "Machine") -> None:
@@ -82,9 +82,6 @@ def _check_offload(config: Config, machine: "Machine") -> None:
     from llmq_nb.plan.rates import is_unified
 
     what = f"offload = {list(config.memory.offload)}"
-    if config.memory.offload and machine.kind == "cpu":
-        mend = "the cpu engine's memory is host memory already: leave it out"
-        raise UserError(what, where="memory.offload", mend=mend)
     if config.memory.offload and machine.rates is not None and is_unified(machine.rates):
         what = f"{what}: {machine.rates.card} shares the host's memory"
         raise UserError(what, where="memory.offload", mend="leave it out, it would free nothing")

@@ -22,7 +22,8 @@ class Fp8Slot:
     quantised tensor and its transpose go; None: the engine makes them on the fly. kept: they hold
     from where the engine writes them (a weight's update, an input's forward product) to where it
     reads them; else they are scratch. made_again: recomputation leaves codes_t. derived: only codes
-    are kept, and codes_t is scratch that they are transposed into where it is read.
+    are kept, and codes_t is scratch that they are transposed into where it is read. shared: the
+    absmax is that of all ranks' shards, so who quantises one shard reads it and does not find it.
     """
 
     format: DType
@@ -34,6 +35,7 @@ class Fp8Slot:
     kept: bool = False
     made_again: bool = False
     derived: bool = False
+    shared: bool = False
 
     @property
     def forward_only(self) -> bool:

@@ -70,6 +70,10 @@ class Ops(Protocol):
         """Write the kept codes of a weight whose slices were updated one by one."""
         ...
 
+    def updated(self, weight: Tensor) -> None:
+        """After `adamw` of a rank's shard: its absmax is in its slot."""
+        ...
+
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         """x[n] = table[tokens[n]]. x: (N, C), table: (V, C)."""
         ...
@@ -236,8 +240,34 @@ class Ops(Protocol):
         """
         ...
 
-    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
-        """x = std * standard normal of the element's counter."""
+    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int, first: int = 0) -> None:
+        """x = std * standard normal of the element's counter. first: x's first element in the
+        parameter, a multiple of 1024."""
+        ...
+
+    def accumulate(
+        self,
+        shard: Tensor,
+        contributions: Tensor,
+        *,
+        tensor_id: int,
+        first_element: int,
+        start: bool,
+        queue: Any = None,
+    ) -> None:
+        """shard (+)= sum of all ranks' contributions in their order, rounded stochastically once.
+
+        contributions: (ranks, at least shard.size). start: the shard starts anew. first_element: of
+        the shard in its parameter, a multiple of 1024. queue: run there, not in stream order.
+        """
+        ...
+
+    def combine_norms(self, norms: Tensor, total: Tensor, gathered: Tensor) -> None:
+        """`global_norm`'s outputs from the norms of all ranks' shards, (ranks, parameters)."""
+        ...
+
+    def combine_absmax(self, slots: Tensor, gathered: Tensor) -> None:
+        """Each slot's absmax is the largest of all ranks': (n, 4) from (ranks, n, 4)."""
         ...
 
     def read(self, tensor: Tensor) -> Any:

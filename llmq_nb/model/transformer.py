@@ -20,7 +20,8 @@ from llmq_nb.model.weights import ResidentResiduals, ResidualStore, Unit, Weight
 class Transformer:
     """config: the shape. blocks, g: each layer's activations and gradients.
 
-    dropped: activations that backward computes again.
+    dropped: activations that backward computes again. adds_up: whether gradients add up in their
+    buffers over micro-steps; else each micro-step's are handed over on their release.
     """
 
     config: ModelConfig
@@ -33,6 +34,7 @@ class Transformer:
     g: list[Gradients]
     dropped: frozenset[str]
     residuals: ResidualStore = dataclasses.field(default_factory=ResidentResiduals)
+    adds_up: bool = True
 
     def embed(self) -> None:
         """The first residual: the embeddings of the tokens. Every pass begins here."""
@@ -61,9 +63,10 @@ class Transformer:
         """
         ops, h, last = self.ops, self.head, self.blocks[-1]
         w = self.weights.get("head")
+        adds = accumulate and self.adds_up
         if gradient:  # backward begins with the last block
             self.weights.gather(self.config.L - 1)
-            if accumulate:
+            if adds:
                 self.gradients.gather(self.config.L - 1)
         ops.residual_rmsnorm(
             h.residual, h.head_in, h.rstd, last.residual_mid, last.down, w.final_norm
@@ -89,7 +92,7 @@ class Transformer:
                     logits,
                     head_in,
                     w.table,
-                    accumulate=accumulate or start > 0,
+                    accumulate=adds or start > 0,
                 )
         ops.reduce_loss(h.total, h.loss, h.lse, accumulate=accumulate)
         if dw is not None:
@@ -101,7 +104,7 @@ class Transformer:
                 h.residual,
                 w.final_norm,
                 h.rstd,
-                accumulate=accumulate,
+                accumulate=adds,
             )
             self.gradients.release("head")
         self.weights.release("head")
@@ -120,6 +123,7 @@ class Transformer:
 
     def backward(self, layer: int, *, accumulate: bool) -> None:
         """One block's gradients; what forward dropped is computed again first."""
+        accumulate = accumulate and self.adds_up
         if accumulate:
             self.gradients.gather(layer)
         w, dw, a = self.weights.get(layer), self.gradients.get(layer), self.blocks[layer]
@@ -145,7 +149,7 @@ class Transformer:
             self.g[0].residual_in,
             self.inputs.tokens,
             self.inputs.order,
-            accumulate=accumulate or self.config.tied,
+            accumulate=(accumulate and self.adds_up) or self.config.tied,
         )
         self.gradients.release("embedding")
 

@@ -40,8 +40,17 @@ from llmq_nb.plan.places import (
     slice_elements,
     staged_quants,
     staged_weights,
+    stages_gradients,
     streamed_states,
     weight_layout,
+)
+from llmq_nb.plan.shards import (
+    elements,
+    received_elements,
+    shard_elements,
+    shards_gradients,
+    shards_quants,
+    shards_weight,
 )
 
 Group = Literal[
@@ -83,7 +92,10 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The buffers of one rank and their offsets in the allocation of their place."""
+    """The buffers of one rank and their offsets in the allocation of their place.
+
+    All ranks have the same: a short shard has a place as long as the others'.
+    """
 
     buffers: tuple[Buffer, ...]
     offsets: tuple[int, ...]
@@ -128,7 +140,8 @@ def make_plan(
     groups: frozenset[Group] = TRAINING,
     extra: Sequence[Buffer] = (),
 ) -> Plan:
-    """Plan one rank that holds everything in `groups`. extra: what an engine needs besides."""
+    """Plan one rank that holds its part of everything in `groups`. extra: what an engine needs
+    besides."""
     buffers = parameter_buffers(config, model) + activation_buffers(config, model)
     buffers = [b for b in buffers if b.group in groups] + list(extra)
     device = [b for b in buffers if b.place == "device"]
@@ -146,9 +159,11 @@ def parameter_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
     """
     dtype = DType(config.precision.dtype)
     grad_dtype = DType(config.precision.gradient_accumulation or dtype)
-    o = config.optimizer
+    o, ranks = config.optimizer, config.world_size
     out: list[Buffer] = []
     for p in model_parameters(model):
+        n = shard_elements(elements(p), ranks)
+        own = p.shape if ranks == 1 else (n,)
 
         def add(
             name: str, group: Group, dtype: DType, shape: tuple[int, ...], p: Parameter = p
@@ -156,34 +171,33 @@ def parameter_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
             place = place_of(config, group, p)
             out.append(Buffer(f"{name}/{p.name}", shape, dtype, group, place=place))
 
-        add("weights", "weights", dtype, p.shape)
-        add("gradients", "gradients", grad_dtype, p.shape)
+        add("weights", "weights", dtype, own if shards_weight(config, p) else p.shape)
+        add("gradients", "gradients", grad_dtype, own if shards_gradients(config) else p.shape)
         if has_master(config):
-            add("master", "master", DType(o.master), p.shape)
-        add("m", "m", DType(o.m), p.shape)
+            add("master", "master", DType(o.master), own)
+        add("m", "m", DType(o.m), own)
         if o.m == "e4m3":
-            add("m_scale", "m", DType.FP32, (scale_count(p),))
-        add("v", "v", DType(o.v), p.shape)
+            add("m_scale", "m", DType.FP32, (-(-n // M_GROUP),))
+        add("v", "v", DType(o.v), own)
     return out
-
-
-def scale_count(parameter: Parameter) -> int:
-    """Scales of an e4m3 first moment."""
-    return -(-math.prod(parameter.shape) // M_GROUP)
 
 
 def kept_quants(config: Config, model: ModelConfig) -> list[Buffer]:
     """The codes that live from one optimizer step to the next."""
-    return list(_kept_quants(tuple(fp8_weights(config, model)), offloads_quants(config)))
+    weights, ranks = tuple(fp8_weights(config, model)), config.world_size
+    cut = ranks if shards_quants(config) else 1
+    return list(_kept_quants(weights, offloads_quants(config), cut))
 
 
 @functools.cache
-def _kept_quants(weights: tuple[Parameter, ...], host: bool) -> tuple[Buffer, ...]:
+def _kept_quants(weights: tuple[Parameter, ...], host: bool, ranks: int) -> tuple[Buffer, ...]:
+    """Both layouts, or the row-major one where it is on the host or in shards."""
     out: list[Buffer] = []
     for p in weights:
         place = "host" if host else "device"
-        out.append(Buffer(f"quants/{p.name}", p.shape, DType.E4M3, "quants", place=place))
-        if not host:
+        shape = p.shape if ranks == 1 else (shard_elements(elements(p), ranks),)
+        out.append(Buffer(f"quants/{p.name}", shape, DType.E4M3, "quants", place=place))
+        if not host and ranks == 1:
             out.append(Buffer(f"quants_t/{p.name}", p.shape[::-1], DType.E4M3, "quants"))
     return tuple(out)
 
@@ -246,13 +260,39 @@ def staging_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
         block("weights", weight_layout(config, model), 0)
     if staged_quants(config, model):
         block("quants", quant_layout(model), 0)
-    if "gradients" in config.memory.offload:  # what was accumulated comes back during the head
+    if stages_gradients(config):  # what was accumulated comes back during the head
         block("gradients", gradient_layout(config, model), HEAD)
+    out += _rank_buffers(config, model)
     o, size = config.optimizer, slice_elements(model)
     for state in streamed_states(config):
         stage(state, size, DType(getattr(o, state)), UPDATE, UPDATE)
         if state == "m" and o.m == "e4m3":
             stage("m_scale", -(-size // M_GROUP), DType.FP32, UPDATE, UPDATE)
+    return out
+
+
+def _rank_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
+    """What several ranks pass to each other: gradients, and small vectors at the update."""
+    ranks, parameters = config.world_size, model_parameters(model)
+    if ranks == 1:
+        return []
+    p = config.precision
+    dtype = DType(p.gradient_accumulation or p.dtype)
+    at_once = received_elements(max(elements(p) for p in parameters), ranks)
+    weights = len(fp8_weights(config, model))
+    out = [
+        Buffer("ranks/gradients", (ranks, at_once), dtype, "scratch", (HEAD, BACKWARD + 8)),
+        Buffer("ranks/norms", (ranks, len(parameters)), DType.FP32, "scratch", (UPDATE, UPDATE)),
+    ]
+    if weights:
+        shape, lifetime = (ranks, weights, SLOT_WORDS), (UPDATE, UPDATE)
+        out.append(Buffer("ranks/slots", shape, DType.FP32, "scratch", lifetime))
+    if shards_gradients(config):
+        out += [
+            Buffer(f"full/gradients/{p.name}", p.shape, dtype, "scratch", (HEAD, BACKWARD + 8))
+            for p in parameters
+            if p.layer is None
+        ]
     return out
 
 

@@ -123,7 +123,7 @@ def step_seconds(config: Config, model: ModelConfig, rates: Rates) -> float:
 
 def tokens_per_second(config: Config, model: ModelConfig, rates: Rates) -> float:
     """Of whole steps on one GPU."""
-    return config.tokens_per_step(world_size=1) / step_seconds(config, model, rates)
+    return config.tokens_per_step / step_seconds(config, model, rates)
 
 
 def total(works: Iterable[Work]) -> float:

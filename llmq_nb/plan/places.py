@@ -62,17 +62,26 @@ def offloads_quants(config: Config) -> bool:
     return keeps_quants(config) and "quants" in config.memory.offload
 
 
+def cuts_weights(config: Config) -> bool:
+    """Whether each of several ranks holds a part of the blocks' matrices only. What lives on the
+    host is always cut: one copy for all ranks."""
+    host = "master" in config.memory.offload and not has_master(config)
+    return config.world_size > 1 and (config.parallel.shard_weights or host)
+
+
 def staged_weights(config: Config, model: ModelConfig) -> list[int]:
-    """Layers whose products read the values of weights that live on the host."""
-    if "master" not in config.memory.offload or has_master(config):
+    """Layers whose products read the values of weights that live on the host, or in shards."""
+    host = "master" in config.memory.offload and not has_master(config)
+    if not host and not cuts_weights(config):
         return []
     codes = set(fp8_layers(config, model)) if keeps_quants(config) else set()
     return [layer for layer in range(model.L) if layer not in codes]
 
 
 def staged_quants(config: Config, model: ModelConfig) -> list[int]:
-    """Layers whose codes are brought from the host."""
-    return fp8_layers(config, model) if offloads_quants(config) else []
+    """Layers whose codes are brought from the host, or from shards."""
+    shards = cuts_weights(config) and keeps_quants(config)
+    return fp8_layers(config, model) if shards or offloads_quants(config) else []
 
 
 def weight_layout(config: Config, model: ModelConfig) -> Layout:
@@ -83,6 +92,13 @@ def weight_layout(config: Config, model: ModelConfig) -> Layout:
 def quant_layout(model: ModelConfig) -> Layout:
     """The codes of a block's matrices."""
     return _layout(_matrices(model), DType.E4M3)
+
+
+def stages_gradients(config: Config) -> bool:
+    """Whether backward writes a block's gradients into a staging buffer, from where they go to the
+    host or are added to shards."""
+    shards = config.world_size > 1 and config.parallel.shard_gradients
+    return shards or "gradients" in config.memory.offload
 
 
 def gradient_layout(config: Config, model: ModelConfig) -> Layout:
@@ -104,7 +120,7 @@ def streamed_states(config: Config) -> list[str]:
 
 
 def slice_elements(model: ModelConfig) -> int:
-    """Elements of a staging buffer for states: one slice, or the largest parameter."""
+    """Elements of a staging buffer for states: one slice, or the largest parameter's."""
     return min(SLICE, max(_size(p.shape) for p in model_parameters(model)))
 
 

@@ -47,7 +47,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "limit": r.limit,
         "reserve": r.reserve,
         "free": r.free,
-        "pinned": r.plan.host_total,
+        "pinned": r.pinned,
         "host_limit": r.host_limit,
         "host_free": r.host_free,
         "fits": r.fits,
@@ -72,7 +72,7 @@ def _choice_json(r: Report, choice: Choice | None) -> dict[str, Any] | None:
     return {
         "setting": _setting_json(choice.setting.applied(r.config)),
         "allocation": choice.total,
-        "pinned": choice.host_total,
+        "pinned": r.config.world_size * choice.host_total,
         "tokens_per_second": _rate(r, choice),
     }
 
@@ -94,7 +94,7 @@ def _table(r: Report) -> Table:
         if previous is not None and previous.ours and not line.ours:
             host = previous.place == "pinned host"
             note = "exact to the byte" if host else "one allocation, exact to the byte"
-            size = r.plan.host_total if host else r.plan.total
+            size = r.pinned if host else r.plan.total
             table.add_row("", "all of it", format_bytes(size), note, style="bold")
         same = previous is not None and previous.place == line.place
         where = "" if same else line.place
@@ -105,9 +105,12 @@ def _table(r: Report) -> Table:
 
 def _title(r: Report) -> str:
     b, p = r.config.batch, r.config.precision
-    count = parameter_count(r.model)
-    size = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
-    times = f"{b.grad_accumulation} micro-batches" if b.grad_accumulation > 1 else "1 micro-batch"
+    n = parameter_count(r.model)
+    size = f"{n / 1e9:.2f} billion" if n >= 1e9 else f"{n / 1e6:.3g} million"
+    count = b.grad_accumulation * r.config.world_size
+    times = f"{count} micro-batches" if count > 1 else "1 micro-batch"
+    if r.config.world_size > 1:
+        times += f" on {r.config.world_size} ranks"
     return (
         f"{r.config.model.path}: {size} parameters, products in {p.matmul or p.dtype}\n"
         f"a step: {times} of {b.micro_batch} x {b.seq_len} tokens"
@@ -136,7 +139,7 @@ def _verdict(r: Report) -> list[str]:
     assert r.least is not None
     least = format_bytes(r.least.total + r.reserve)
     lines.append(
-        f"no setting of the memory levers makes it fit; the least is {least}{_pinned(r.least)}:"
+        f"no setting of the memory levers makes it fit; the least is {least}{_pinned(r, r.least)}:"
         f" {_list(changes(r.asked, r.least.setting))}"
     )
     return [*lines, *_states(r)]
@@ -146,7 +149,7 @@ def _host_verdict(r: Report) -> list[str]:
     """Of what is offloaded, if anything is."""
     if not r.plan.host_total:
         return []
-    needs = f"{format_bytes(r.plan.host_total)}"
+    needs = format_bytes(r.pinned)
     if r.host_limit is None or r.host_free is None:
         return [f"pinned host memory: {needs}; --host-memory says whether there is as much"]
     capped = host_limit(r.config) == r.host_limit
@@ -158,10 +161,10 @@ def _host_verdict(r: Report) -> list[str]:
     return [f"pinned host memory: {needs} of the {has}, {format_bytes(r.host_free)} free"]
 
 
-def _pinned(choice: Choice) -> str:
+def _pinned(r: Report, choice: Choice) -> str:
     if not choice.host_total:
         return ""
-    return f" with {format_bytes(choice.host_total)} of pinned host memory"
+    return f" with {format_bytes(r.config.world_size * choice.host_total)} of pinned host memory"
 
 
 def _states(r: Report) -> list[str]:
@@ -191,7 +194,7 @@ def _list(settings: list[str]) -> str:
 
 def _proposal(r: Report, choice: Choice) -> str:
     """The settings to change, what they take, and their speed beside this plan's."""
-    needs = f"{format_bytes(choice.total + r.reserve)}{_pinned(choice)}"
+    needs = f"{format_bytes(choice.total + r.reserve)}{_pinned(r, choice)}"
     text = f"{_list(changes(r.config, choice.setting))} ({needs}"
     rate = _rate(r, choice)
     return f"{text})" if rate is None else f"{text}, {_round(rate)} tokens/s)"
@@ -201,13 +204,17 @@ def _speed(r: Report) -> list[str]:
     if r.speed is None or r.machine.rates is None or r.better is not None and not r.fits:
         return []  # of a plan that does not fit, the proposal's speed matters
     s, rates = r.speed, r.machine.rates
-    step = r.config.tokens_per_step(world_size=1)
+    step = r.config.tokens_per_step
     why = "from rates measured on one" if rates.measured else "from its data sheet, to some 20 %"
     if rates.host_link.measured and r.config.memory.offload:
         why += f"; the host link {SAID}"
     speed = "speed" if r.fits else "speed, if it did fit"
+    ranks = r.config.world_size
+    on = f"one {rates.card}"
+    if ranks > 1:
+        on, why = f"{ranks} ranks of {rates.card}", why + "; copies between them not counted"
     lines = [
-        f"{speed}: about {_round(s.tokens_per_second)} tokens/s on one {rates.card} ({why}),"
+        f"{speed}: about {_round(s.tokens_per_second)} tokens/s on {on} ({why}),"
         f" {_seconds(s.step_seconds)} for a step of {step:,} tokens"
     ]
     shares = sorted(s.parts.items(), key=lambda item: -item[1])

@@ -10,7 +10,7 @@ import math
 
 from llmq_nb.config import Config
 from llmq_nb.core.arena import aligned
-from llmq_nb.core.dtype import DType
+from llmq_nb.core.dtype import M_GROUP, DType
 from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import model_parameters
@@ -99,9 +99,10 @@ class Machine:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """asked: the config as it came. config: as planned, resolved where policy = "auto". limit: of
-    our allocation; reserve: what else there must be. free: negative where it is short.
+    a rank's allocation; reserve: what else there must be. free: negative where it is short.
 
-    host_limit, host_free: the same of buffers in pinned host memory; None: not known, no limit.
+    host_limit, host_free: the same of all ranks' buffers in pinned host memory; None: not known, no
+    limit. plan: a rank's. lines: of each rank; what is on the host and the disk, of all.
     """
 
     asked: Config
@@ -123,6 +124,11 @@ class Report:
     warnings: tuple[str, ...]
 
     @property
+    def pinned(self) -> int:
+        """Bytes of offloaded buffers in pinned host memory, of all ranks."""
+        return self.config.world_size * self.plan.host_total
+
+    @property
     def fits(self) -> bool:
         return self.free >= 0 and not self.host_short
 
@@ -135,15 +141,18 @@ class Report:
 def make_report(config: Config, model: ModelConfig, machine: Machine, search: Search) -> Report:
     """Plan a run on a machine. search: over the same config, for what else would fit."""
     asked, reserve = config, reserve_of(config, machine)
-    limit = usable(config, machine) - reserve
+    limit = (usable(config, machine) - reserve) // config.ranks_per_device
     host = room_on_host(config, model, machine)
     surely = min(WSL_PINNED, WSL_PINNED if host is None else host) if machine.wsl else host
+    if surely is not None:
+        surely //= config.world_size
     chosen = least = better = None
     if config.memory.policy == "auto":
         chosen = search.choose(limit, surely) or search.smallest(surely)
         config = chosen.setting.applied(config)
     plan = run_plan(config, model, machine.kind)
-    free, host_free = limit - plan.total, None if host is None else host - plan.host_total
+    pinned = config.world_size * plan.host_total
+    free, host_free = limit - plan.total, None if host is None else host - pinned
     fits = free >= 0 and (plan.host_total == 0 or host_free is None or host_free >= 0)
     if chosen is None:
         better = search.choose(limit, surely)
@@ -209,7 +218,7 @@ def predict(config: Config, model: ModelConfig, rates: Rates) -> Speed:
     for part, seconds in by_part(optimizer_work(config, model, rates)).items():
         parts[part] = parts.get(part, 0.0) + seconds
     seconds = sum(parts.values())
-    return Speed(config.tokens_per_step(world_size=1) / seconds, seconds, parts)
+    return Speed(config.tokens_per_step / seconds, seconds, parts)
 
 
 def pinned_bytes(plan: Plan) -> int:
@@ -218,25 +227,32 @@ def pinned_bytes(plan: Plan) -> int:
     return RING_SLOTS * sum(inputs)
 
 
-def checkpoint_tensor_bytes(config: Config, plan: Plan) -> int:
+def checkpoint_tensor_bytes(config: Config, model: ModelConfig) -> int:
     """Tensors of one checkpoint: master weights and both moments."""
-    groups = ("master" if has_master(config) else "weights", "m", "v")
-    return sum(b.nbytes for b in plan.buffers if b.group in groups)
+    o, total = config.optimizer, 0
+    for p in model_parameters(model):
+        n = math.prod(p.shape)
+        total += n * sum(DType(name).itemsize for name in (o.master, o.m, o.v))
+        if o.m == "e4m3":
+            total += -(-n // M_GROUP) * DType.FP32.itemsize
+    return total
 
 
 def _batch_bytes(config: Config) -> int:
     """The step's batch in host memory, and the next one."""
-    return 2 * BATCH_BYTES * config.tokens_per_step(world_size=1)
+    return 2 * BATCH_BYTES * config.tokens_per_step
 
 
 def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[Line]:
-    out = _ours(config, plan, "device", "GPU" if kind == "cuda" else "host")
+    ranks = config.world_size
+    gpu = "GPU" if ranks == 1 else "each rank"
+    out = _ours(config, plan, "device", gpu if kind == "cuda" else "host")
     if kind == "cuda":
         out += [
             Line("GPU reserve", "CUDA context", CONTEXT, "beside it; an estimate"),
             Line("GPU reserve", "kernels, graphs", RESERVE, "beside it; an estimate"),
-            *_ours(config, plan, "host", "pinned host"),
-            Line("pinned host", "input slots", pinned_bytes(plan), "tokens on their way"),
+            *_ours(config, plan, "host", "pinned host", ranks),
+            Line("pinned host", "input slots", ranks * pinned_bytes(plan), "tokens on their way"),
         ]
     out += [
         Line("host", "batches", _batch_bytes(config), "of this step and the next"),
@@ -245,19 +261,20 @@ def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[L
     if kind == "cuda":
         largest = _largest_tensor(config, model)
         out.append(Line("host", "one tensor", largest, "at a time, for a checkpoint"))
-    checkpoint = checkpoint_tensor_bytes(config, plan)
+    checkpoint = checkpoint_tensor_bytes(config, model)
     keep = config.checkpoint.keep
     kept = f"{keep} kept, one more meanwhile" if keep else "all are kept"
     out.append(Line("disk", "a checkpoint", checkpoint, kept))
     return out
 
 
-def _ours(config: Config, plan: Plan, place: Place, where: str) -> list[Line]:
-    """Our allocation at one place."""
+def _ours(config: Config, plan: Plan, place: Place, where: str, ranks: int = 1) -> list[Line]:
+    """Our allocation at one place, for so many ranks."""
     out = []
     for group, nbytes in plan.group_bytes(place).items():
         if nbytes:
-            out.append(Line(where, group, nbytes, _note(config, plan, group, place), ours=True))
+            note = _note(config, plan, group, place)
+            out.append(Line(where, group, ranks * nbytes, note, ours=True))
     order: list[str] = list(NOTES)
     return sorted(out, key=lambda line: order.index(line.category))
 
@@ -298,7 +315,7 @@ def _warnings(r: Report) -> list[str]:
     m, gpu = r.machine, r.machine.kind == "cuda"
     if gpu and m.wsl:
         out.append(f"WSL2: Windows keeps part of the card; planned with {WSL_SHARE:.0%} of it")
-        pinned = pinned_bytes(r.plan) + r.plan.host_total
+        pinned = r.config.world_size * pinned_bytes(r.plan) + r.pinned
         if pinned > WSL_PINNED:
             out.append(f"WSL2: {format_bytes(pinned)} of pinned memory may be more than it gives")
     if gpu and m.device_memory in SOLD and r.config.memory.device_limit is None:

@@ -6,7 +6,6 @@ comes from the kernels' own constants, never from the number of multiprocessors.
 
 import dataclasses
 import functools
-import math
 
 from llmq_nb.config import Config
 from llmq_nb.core.dtype import DType
@@ -34,12 +33,13 @@ from llmq_nb.model.fp8 import (
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.plan.buffers import BACKWARD, Buffer, kept_quants
 from llmq_nb.plan.places import offloads_quants
+from llmq_nb.plan.shards import elements, shard_elements, shards_quants
 
 
 def workspace_buffers(config: Config, model: ModelConfig, *, quants: bool = True) -> list[Buffer]:
     """The engine's own buffers. quants: keep the FP8 weights' codes if the config says so."""
     T, half = config.batch.seq_len, model.D // 2
-    chunks = norm_chunks(model)
+    chunks = norm_chunks(model, config.world_size)
     words = -(-scratch_bytes(config, model) // 4)
     return [
         Buffer("inputs/scalars", (SCALAR_WORDS,), DType.INT32, "inputs"),
@@ -75,7 +75,7 @@ def fp8_buffers(config: Config, model: ModelConfig, *, quants: bool) -> list[Buf
 
     if quants:
         out += kept_quants(config, model)
-    if not quants or offloads_quants(config):
+    if not quants or offloads_quants(config) or shards_quants(config):
         scratch("weight", (weight_scratch(model),), DType.E4M3, *whole)
     for product in PRODUCTS:
         M, K = widths(model)[product.weight]
@@ -104,7 +104,7 @@ def scratch_bytes(config: Config, model: ModelConfig) -> int:
         embedding_backward_scratch(B * T, model.C),
         rmsnorm_backward_scratch(model.C),
         bias_backward_scratch(model.qkv_rows),
-        4 * sum(norm_chunks(model)),
+        4 * sum(norm_chunks(model, config.world_size)),
     ]
     if model.qk_norm:
         sizes.append(qk_norm_backward_scratch(model.D))
@@ -112,6 +112,7 @@ def scratch_bytes(config: Config, model: ModelConfig) -> int:
 
 
 @functools.cache
-def norm_chunks(model: ModelConfig) -> tuple[int, ...]:
-    """Chunks that the global norm cuts each gradient into."""
-    return tuple(-(-math.prod(p.shape) // CHUNK) for p in model_parameters(model))
+def norm_chunks(model: ModelConfig, ranks: int = 1) -> tuple[int, ...]:
+    """Chunks that the global norm cuts each gradient, or a rank's shard of it, into."""
+    sizes = [shard_elements(elements(p), ranks) for p in model_parameters(model)]
+    return tuple(-(-size // CHUNK) for size in sizes)

@@ -3,9 +3,10 @@
 from llmq_nb.config import Config
 from llmq_nb.core.device import Device
 from llmq_nb.core.errors import UserError
+from llmq_nb.core.host import pinnable_bytes
 from llmq_nb.core.sizes import format_bytes
 from llmq_nb.core.tensor import Tensor
-from llmq_nb.offload.pinned import HostMemory
+from llmq_nb.offload.pinned import HostMemory, check_pinnable
 from llmq_nb.plan.buffers import Plan
 from llmq_nb.plan.limits import LIMIT_RESERVE, RESERVE, device_limit, host_limit
 from llmq_nb.report.console import announce
@@ -18,14 +19,17 @@ def check_offload(config: Config, device: Device) -> None:
         raise UserError(what, where="memory.offload", mend="leave it out, it would free nothing")
 
 
-def check_memory(plan: Plan, device: Device, config: Config | None = None) -> None:
-    """Raise UserError where the plan is more than what is free or `memory.device_limit`."""
+def check_memory(plan: Plan, device: Device, config: Config | None = None, ranks: int = 1) -> None:
+    """Raise UserError where the plan is more than what is free or `memory.device_limit`.
+
+    ranks: how many share the device."""
     room = device.free_bytes()
-    needs, what = plan.total + RESERVE, f"free {format_bytes(room)}"
+    total = ranks * plan.total
+    needs, what = total + RESERVE, f"free {format_bytes(room)}"
     limit = device_limit(config) if config is not None else None
     if limit is not None and limit - LIMIT_RESERVE < room - RESERVE:
         # the context is in the limit, and no longer in what is free
-        room, needs = limit, plan.total + LIMIT_RESERVE
+        room, needs = limit, total + LIMIT_RESERVE
         what = f"memory.device_limit {format_bytes(limit)}"
     if needs <= room:
         return
@@ -38,6 +42,11 @@ def check_memory(plan: Plan, device: Device, config: Config | None = None) -> No
         mend="lower batch.micro_batch, set memory.recompute = ['block'], more head_chunks or"
         " memory.offload",
     )
+
+
+def check_host(plan: Plan, config: Config) -> None:
+    """Raise UserError where all ranks together would pin more than is free or allowed."""
+    check_pinnable(config.world_size * plan.host_total, host_limit(config), pinnable_bytes())
 
 
 def host_memory(plan: Plan, config: Config) -> HostMemory:

@@ -4,18 +4,31 @@ It may share the weights of a run: then only activations (and gradients) are all
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
-from llmq_nb.config import Config
+from numpy.typing import NDArray
+
+from llmq_nb.config import Config, ParallelConfig
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
+from llmq_nb.model.parameters import Parameter
 from llmq_nb.plan.buffers import Group, make_plan
-from llmq_nb.train.rank import Rank, allocate, make_rank
+from llmq_nb.train.rank import Rank, State, allocate, make_rank
+from llmq_nb.train.sharding import Spread
 
 Kind = Literal["cpu", "cuda"]
+
+
+class Engine(Protocol):
+    """A run's engine, as far as its weights go."""
+
+    @property
+    def states(self) -> list[State]: ...
+
+    def read(self, tensor: Tensor) -> NDArray[Any]: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,8 +74,34 @@ def make_eager(
 
 
 def _reads_host(config: Config, host: bool) -> Config:
-    """The config without the levers of offload, but for that of shared weights on the host."""
+    """The config of one rank without the levers of offload, but for that of shared weights on the
+    host."""
     levers: dict[str, Any] = {"offload": ("master",) if host else ()}
     if host:  # this rank makes codes from the values each time
         levers["keep_quants"] = False
-    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, **levers))
+    alone = ParallelConfig(devices=(config.parallel.devices or (0,))[:1])
+    memory = dataclasses.replace(config.memory, **levers)
+    return dataclasses.replace(config, memory=memory, parallel=alone)
+
+
+def shared_weights(engine: Engine) -> dict[str, Tensor] | None:
+    """A run's weights by parameter, for a rank of another shape on its first device.
+
+    None: no device has all of them.
+    """
+    whole: dict[str, Tensor] = {}
+    for state in engine.states:
+        weight = state.weight
+        if isinstance(weight, Spread):
+            first = weight.parts[0]
+            if first.tensor.size < weight.size:
+                return None
+            weight = first.tensor.view(*weight.shape)
+        whole[state.parameter.name] = weight
+    return whole
+
+
+def weight_arrays(engine: Engine) -> Iterator[tuple[Parameter, NDArray[Any]]]:
+    """A run's weights, read one at a time."""
+    for state in engine.states:
+        yield state.parameter, engine.read(state.weight)

@@ -2,27 +2,33 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmq_nb.comm.link import Link, immediate_links
 from llmq_nb.config import Config
+from llmq_nb.core.host import check_host_memory
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import StepBatch, stable_order
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.engine_cpu.linear import count_health
 from llmq_nb.model.ops import Scalars
+from llmq_nb.model.parameters import model_parameters
 from llmq_nb.offload.transfer import ImmediateTransfer
 from llmq_nb.plan.buffers import kept_quants, make_plan
 from llmq_nb.plan.places import offloads_quants
+from llmq_nb.plan.shards import shards_quants
 from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.host_stores import MakeTransfer
-from llmq_nb.train.rank import Rank, State, allocate, make_rank
-from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
+from llmq_nb.train.rank import Rank, State, allocate, make_ranks, run_states
+from llmq_nb.train.sharding import LINKS, Seats, Spread, parts_of, read_spread, write_spread
+from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step, refresh_weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,35 +102,53 @@ def make_engine(
         return CpuEngine(config, model)
     from llmq_nb.train.engine_cuda import CudaEngine
 
-    ordinal = (config.parallel.devices or (0,))[0]
-    return CudaEngine(config, model, ordinal=ordinal, tuning=tuning)
+    return CudaEngine(config, model, tuning=tuning)
 
 
 class CpuEngine:
-    """NumPy: every step runs as it is called."""
+    """NumPy: every step runs as it is called, rank after rank."""
 
     kind: Kind = "cpu"
 
     def __init__(
-        self, config: Config, model: ModelConfig, transfer: MakeTransfer = ImmediateTransfer
+        self,
+        config: Config,
+        model: ModelConfig,
+        transfer: MakeTransfer = ImmediateTransfer,
+        links: Callable[[int], list[Link]] = immediate_links,
     ) -> None:
         """transfer: copies to and from what `memory.offload` calls the host, for tests: here all
-        memory is the host's."""
+        memory is the host's. links: makes a link for each rank."""
         self.config, self.model = config, model
-        # codes are kept where the host would keep them; else a product makes them each time
-        extra = kept_quants(config, model) if offloads_quants(config) else []
-        self.plan = make_plan(config, model, extra=extra)
-        self.tensors = allocate(self.plan)
-        self.ops = CpuOps(
-            model, config.optimizer, seq_len=config.batch.seq_len, seed=config.run.seed
+        # codes are kept where the host or shards would keep them; else a product makes them
+        kept = offloads_quants(config) or shards_quants(config)
+        self.plan = make_plan(config, model, extra=kept_quants(config, model) if kept else [])
+        ranks = config.world_size
+        check_host_memory(ranks * (self.plan.total + self.plan.host_total))
+        self.rank_tensors = [allocate(self.plan) for _ in range(ranks)]
+        self.tensors = self.rank_tensors[0]
+        T, seed = config.batch.seq_len, config.run.seed
+        self.rank_ops = [
+            CpuOps(model, config.optimizer, seq_len=T, seed=seed) for _ in range(ranks)
+        ]
+        self.ops = self.rank_ops[0]
+        ends = [links(ranks) for _ in range(LINKS)]
+        self.ranks = make_ranks(
+            config,
+            model,
+            Seats(
+                self.rank_tensors,
+                list(self.rank_ops),
+                [tuple(end[r] for end in ends) for r in range(ranks)],
+                [lambda: None] * ranks,
+            ),
+            [transfer] * ranks,
         )
-        self.ranks = [make_rank(config, model, self.tensors, self.ops, transfer)]
+        self.states = run_states(config, model, self.ranks, self.rank_tensors)
+        for ops, rank in zip(self.rank_ops, self.ranks, strict=True):
+            ops.shared_slots = rank.slots
         self._stale = True
         """Whether weights were written since their codes were made."""
-
-    @property
-    def states(self) -> list[State]:
-        return self.ranks[0].states
 
     def train_step(
         self,
@@ -136,7 +160,8 @@ class CpuEngine:
         health: bool = False,
     ) -> StepResult:
         self._refresh_weights()
-        for m in range(batch.tokens.shape[0]):
+        micro_steps = batch.tokens.shape[0]
+        for m in range(micro_steps):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
             for r, rank in enumerate(self.ranks):
                 rank.ops.set_scalars(scalars)
@@ -147,8 +172,8 @@ class CpuEngine:
                     batch.segment_start[m, r],
                     batch.token_order(m, r),
                 )
-            self.ops.counts_health = health and m == batch.tokens.shape[0] - 1
-            micro_step(self.ranks, first=m == 0)
+            self.ops.counts_health = health and m == micro_steps - 1
+            micro_step(self.ranks, first=m == 0, last=m == micro_steps - 1)
         self.ops.counts_health = False
         optimizer_step(self.ranks)
         found = result(self.ranks)
@@ -175,23 +200,30 @@ class CpuEngine:
         return {}
 
     def close(self) -> None:
-        self.tensors.clear()
+        for tensors in self.rank_tensors:
+            tensors.clear()
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
-        return self.ranks[0].ops.read(tensor)
+        if isinstance(tensor, Spread):
+            return read_spread(tensor, lambda r, t: self.rank_ops[r].read(t))
+        return self.ops.read(tensor)
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
         self._stale = True
-        self.ranks[0].ops.write(tensor, array)
+        if isinstance(tensor, Spread):
+            write_spread(tensor, array, lambda r, t, a: self.rank_ops[r].write(t, a))
+        else:
+            self.ops.write(tensor, array)
 
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
         self._stale = True
-        self.ranks[0].ops.fill_normal(tensor, std=std, tensor_id=tensor_id)
+        for part in parts_of(tensor):
+            ops = self.rank_ops[part.rank]
+            ops.fill_normal(part.tensor, std=std, tensor_id=tensor_id, first=part.first)
 
     def _refresh_weights(self) -> None:
         if self._stale:
-            for rank in self.ranks:
-                rank.ops.refresh_weights(rank.fp8_weights)
+            refresh_weights(self.ranks)
         self._stale = False
 
 
@@ -233,12 +265,18 @@ def load_with_order(
 
 def result(ranks: list[Rank]) -> StepResult:
     """The step's numbers from the result buffers of all ranks."""
-    totals = [rank.ops.read(rank.model.head.total) for rank in ranks]
-    norm, _, finite = (float(x) for x in ranks[0].ops.read(ranks[0].norm_total))
+    totals = []
+    for rank in ranks:
+        rank.activate()
+        totals.append(rank.ops.read(rank.model.head.total))
+    first = ranks[0]
+    first.activate()
+    norm, _, finite = (float(x) for x in first.ops.read(first.norm_total))
     bad = None
     if not finite:
-        norms = ranks[0].ops.read(ranks[0].norms)
-        bad = ranks[0].states[int(np.flatnonzero(~np.isfinite(norms))[0])].parameter.name
+        norms = first.ops.read(first.norms)
+        names = [p.name for p in model_parameters(first.model.config)]
+        bad = names[int(np.flatnonzero(~np.isfinite(norms))[0])]
     return StepResult(
         loss=math.fsum(float(t[0]) for t in totals),
         grad_norm=norm,

@@ -28,7 +28,6 @@ from llmq_nb.core.device import (
     DeviceError,
     allocate,
     check,
-    create_event,
     create_stream,
     current_device,
     driver,
@@ -36,78 +35,69 @@ from llmq_nb.core.device import (
     open_device,
     record_event,
     synchronize_stream,
+    wait_event,
 )
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.graph import Graph, capture
-from llmq_nb.core.pinned import Pinned
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import StepBatch
 from llmq_nb.kernels.fp8 import UNITS_CC
 from llmq_nb.kernels.launch import loaded, preparing
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.ops import CudaOps
-from llmq_nb.model.engine_cuda.scalars import pack_scalars
 from llmq_nb.model.ops import Scalars
 from llmq_nb.offload.cuda_transfer import CudaTransfer
 from llmq_nb.plan.buffers import Group, make_plan
-from llmq_nb.plan.limits import RING_SLOTS
 from llmq_nb.plan.workspace import workspace_buffers
 from llmq_nb.report.console import announce
 from llmq_nb.report.metrics import TensorHealth
-from llmq_nb.train.cuda_memory import check_memory, check_offload, host_memory, tensors_at
+from llmq_nb.train.cuda_memory import check_host, check_memory, check_offload, tensors_at
+from llmq_nb.train.cuda_seat import check_alike, ranks_of, take_seat
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.engine import StepResult, result, step_scalars
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
-from llmq_nb.train.rank import Rank, State, make_rank
-from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step
+from llmq_nb.train.rank import Rank, make_rank, make_ranks, run_states
+from llmq_nb.train.sharding import Spread, parts_of, read_spread, write_spread
+from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step, refresh_weights
 from llmq_nb.train.tuning import keep_machine_tuning, known_tuning
 
 
 class CudaEngine:
-    """One rank on one GPU. Raises UserError where there is no usable GPU or too little memory.
+    """The ranks of `parallel.devices` on their GPUs, driven by this thread.
 
-    tuning: the choices of an earlier start of the run (tuning.py).
+    Raises UserError where there is no usable GPU or too little memory. tuning: the choices of an
+    earlier start of the run (tuning.py).
     """
 
     kind: Kind = "cuda"
 
     def __init__(
-        self,
-        config: Config,
-        model: ModelConfig,
-        *,
-        ordinal: int = 0,
-        tuning: dict[str, int] | None = None,
+        self, config: Config, model: ModelConfig, *, tuning: dict[str, int] | None = None
     ) -> None:
-        self.device = open_device(ordinal)
+        devices = [open_device(ordinal) for ordinal in config.parallel.devices or (0,)]
+        self.device = devices[0]
+        check_alike(devices)
         config = with_fp8_units(config, self.device)
         self.config, self.model = config, model
         self.plan = make_plan(config, model, extra=workspace_buffers(config, model))
         check_offload(config, self.device)
-        check_memory(self.plan, self.device, config)
-        self.host = host_memory(self.plan, config)
-        self.base = allocate(self.plan.total)
-        self.tensors = tensors_at(self.plan, self.base, self.host)
-        self.stream = int(create_stream())
+        for device in dict.fromkeys(devices):
+            check_memory(self.plan, device, config, ranks=devices.count(device))
+        check_host(self.plan, config)
         known = known_tuning(self.device, tuning)
-        self.ops = CudaOps(
-            config, model, self.tensors, device=self.device, stream=self.stream, tuning=known
-        )
-        copies = functools.partial(CudaTransfer, self.stream)
-        self.ranks = [make_rank(config, model, self.tensors, self.ops, copies)]
-        self._ring = _Ring(self.tensors, self.stream)
+        self.seats = [take_seat(config, model, self.plan, device, known) for device in devices]
+        first = self.seats[0]
+        self.tensors, self.stream, self.ops = first.tensors, first.stream, first.ops
+        self.base, self.host = first.base, first.host
+        self.ranks = make_ranks(config, model, *ranks_of(config, self.seats))
+        self.states = run_states(config, model, self.ranks, [s.tensors for s in self.seats])
         self._graphs: dict[str, Graph] = {}
         self._eager = config.run.cuda_graphs is False
-        self._fp8_weights = self.ranks[0].fp8_weights
         self._stale = True
         """Whether weights were written since their absmax (and codes) were found."""
         self.host_seconds = 0.0
         """Python's time for the last step: what was spent before waiting for the GPU."""
         self._prepare()
-
-    @property
-    def states(self) -> list[State]:
-        return self.ranks[0].states
 
     @property
     def tuning(self) -> dict[str, int]:
@@ -123,82 +113,105 @@ class CudaEngine:
         learning_rate: float,
         health: bool = False,
     ) -> StepResult:
-        self.device.make_current()
         self._refresh_weights()
-        start = time.perf_counter()
-        for m in range(batch.tokens.shape[0]):
+        start, micro_steps = time.perf_counter(), batch.tokens.shape[0]
+        for m in range(micro_steps):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
-            arrays = (batch.tokens[m, 0], batch.targets[m, 0], batch.segment_start[m, 0])
-            self._ring.send(*arrays, batch.token_order(m, 0), scalars)
-            first, counted = m == 0, health and m == batch.tokens.shape[0] - 1
+            for r, seat in enumerate(self.seats):
+                arrays = (batch.tokens[m, r], batch.targets[m, r], batch.segment_start[m, r])
+                seat.device.make_current()
+                seat.ring.send(*arrays, batch.token_order(m, r), scalars)
+            first, last = m == 0, m == micro_steps - 1
+            counted = health and last
             name = ("first micro-step" if first else "micro-step") + ", counted" * counted
-            self._run(name, functools.partial(run_micro_step, self.ranks, first, counted))
+            if last and len(self.ranks) > 1 and not self.config.parallel.shard_gradients:
+                name += ", reduced"
+            self._run(name, functools.partial(run_micro_step, self.ranks, first, last, counted))
         self._run("optimizer step", lambda: optimizer_step(self.ranks))
         self.host_seconds = time.perf_counter() - start
         found = result(self.ranks)
         return dataclasses.replace(found, health=self._health()) if health else found
 
     def _health(self) -> tuple[TensorHealth, ...]:
+        """As rank 0 has it: its micro-batch, and its shards of weights that are cut."""
         if FP8_SLOTS not in self.tensors:
             return ()
-        for weight in self._fp8_weights:  # their slots were cleared before the update
+        self.device.make_current()
+        for weight in self.ranks[0].fp8_weights:  # their slots were cleared before the update
             self.ops.fp8.count_health(weight)
         return tensor_health(self.config, self.model, self.read(self.tensors[FP8_SLOTS]))
 
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
     ) -> float:
-        self.device.make_current()
         self._refresh_weights()
+        self.device.make_current()
         order = np.zeros(tokens.size, np.int32)  # only a backward reads it
-        self._ring.send(tokens, targets, segment_start, order, Scalars())
-        self._run("evaluation step", lambda: evaluation_step(self.ranks))
+        self.seats[0].ring.send(tokens, targets, segment_start, order, Scalars())
+        self._run("evaluation step", lambda: evaluation_step(self.ranks[:1]))
         losses = self.read(self.ranks[0].model.head.loss)
         return float(losses.sum(dtype=np.float64))
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
-        self.device.make_current()
-        return self.ops.read(tensor)
+        def read(rank: int, part: Tensor) -> NDArray[Any]:
+            self.seats[rank].device.make_current()
+            return self.seats[rank].ops.read(part)
+
+        if isinstance(tensor, Spread):
+            return read_spread(tensor, read)
+        return read(0, tensor)
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
-        self.device.make_current()
+        def write(rank: int, part: Tensor, values: NDArray[Any]) -> None:
+            self.seats[rank].device.make_current()
+            self.seats[rank].ops.write(part, values)
+
         self._stale = True
-        self.ops.write(tensor, array)
+        if isinstance(tensor, Spread):
+            write_spread(tensor, array, write)
+        else:
+            write(0, tensor, array)
 
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
-        self.device.make_current()
         self._stale = True
-        self.ops.fill_normal(tensor, std=std, tensor_id=tensor_id)
+        for part in parts_of(tensor):
+            seat = self.seats[part.rank]
+            seat.device.make_current()
+            seat.ops.fill_normal(part.tensor, std=std, tensor_id=tensor_id, first=part.first)
 
     def close(self) -> None:
         """Give the device's and the pinned memory back."""
-        synchronize_stream(self.stream)
+        for seat in self.seats:
+            seat.synchronize()
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        self._ring.close()
-        free(self.base)
-        self.host.close()
+        for seat in self.seats:
+            seat.close()
 
     def _refresh_weights(self) -> None:
-        if self._stale and self._fp8_weights:
-            self.ops.refresh_weights(self._fp8_weights)
+        if self._stale:
+            self.device.make_current()
+            refresh_weights(self.ranks)
         self._stale = False
 
     def _prepare(self) -> None:
         """Load every kernel and choose every product before anything is captured."""
         prepare_steps(self.ranks)
-        needed = 3 * 4 * max(max(s.N * s.M, s.N * s.K, s.M * s.K) for s in self.ops.products.shapes)
+        products = self.ops.products
+        needed = 3 * 4 * max(max(s.N * s.M, s.N * s.K, s.M * s.K) for s in products.shapes)
         if needed <= self.plan.total:
+            self.device.make_current()
             self.ops.fill_memory(self.base, self.plan.total)  # zeros would draw less power
-            self.ops.products.tune(self.base, stream=self.stream)
+            products.tune(self.base, stream=self.stream)
             keep_machine_tuning(self.device, self.tuning)
-        synchronize_stream(self.stream)
-        check(driver().cuMemsetD8(self.base, 0, self.plan.total), "clearing device memory")
-        check(driver().cuCtxSynchronize(), "clearing device memory")
-        self.ops.write_tables()
+        for seat, rank in zip(self.seats, self.ranks, strict=True):
+            seat.ops.products.take(products.choices)
+            seat.clear(self.plan.total)
+            seat.ops.write_tables(rank.gradients)
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
+        self.device.make_current()
         if self._eager:
             work()
             return
@@ -213,7 +226,18 @@ class CudaEngine:
                 announce(f"CUDA graphs are off, steps are launched one by one ({error})")
                 work()
                 return
-        graph.launch(self.stream)
+        first, *others = self.seats
+        for seat in others:  # their inputs come on streams of their own
+            seat.device.make_current()
+            record_event(seat.ready, seat.stream)
+        first.device.make_current()
+        for seat in others:
+            wait_event(first.stream, seat.ready)
+        graph.launch(first.stream)
+        if others:
+            record_event(first.ready, first.stream)
+        for seat in others:
+            wait_event(seat.stream, first.ready)
 
 
 def with_fp8_units(config: Config, device: Device) -> Config:
@@ -229,13 +253,13 @@ def with_fp8_units(config: Config, device: Device) -> Config:
     return dataclasses.replace(config, precision=dataclasses.replace(p, fp8_units=units))
 
 
-def run_micro_step(ranks: list[Rank], first: bool, counted: bool) -> None:
+def run_micro_step(ranks: list[Rank], first: bool, last: bool, counted: bool) -> None:
     """A micro-step; counted: its FP8 products tell what the codes of their operands lose."""
     fp8 = [rank.ops.fp8 for rank in ranks if isinstance(rank.ops, CudaOps)]
     for products in fp8:
         products.counts_health = counted
     try:
-        micro_step(ranks, first=first)
+        micro_step(ranks, first=first, last=last)
     finally:
         for products in fp8:
             products.counts_health = False
@@ -245,11 +269,10 @@ def prepare_steps(ranks: list[Rank]) -> None:
     """Run every step with launches left out: kernels compile and load, products are planned."""
     with preparing():
         for first in (True, False):
-            run_micro_step(ranks, first, True)
+            run_micro_step(ranks, first, True, True)
         optimizer_step(ranks)
         evaluation_step(ranks)
-        for rank in ranks:
-            rank.ops.refresh_weights(rank.fp8_weights)
+        refresh_weights(ranks)
 
 
 def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str], None]) -> CudaOps:
@@ -258,7 +281,8 @@ def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str]
     announce: takes the name of each kernel once it is ready.
     """
     device = open_device((config.parallel.devices or (0,))[0])
-    config = with_fp8_units(config, device)
+    alone = dataclasses.replace(config.parallel, devices=(device.ordinal,))
+    config = with_fp8_units(dataclasses.replace(config, parallel=alone), device)
     plan = make_plan(config, model, extra=workspace_buffers(config, model))
     tensors = tensors_at(plan, 1 << 20, None)  # any aligned address: nothing is launched
     stream = int(create_stream())
@@ -292,52 +316,3 @@ def allocate_cuda(
         free(base)
 
     return ops, tensors, close
-
-
-@dataclasses.dataclass(slots=True)
-class _Slot:
-    memory: Pinned
-    free: Any
-    """Recorded after the slot's copies: the host may write it again when the event is done."""
-
-
-class _Ring:
-    """Pinned slots for a micro-step's inputs."""
-
-    NAMES = ("tokens", "targets", "segment_start", "order", "scalars")
-
-    def __init__(self, tensors: dict[str, Tensor], stream: int) -> None:
-        self.targets = [tensors[f"inputs/{name}"] for name in self.NAMES]
-        self.stream = stream
-        sizes = [-(-t.nbytes // 256) * 256 for t in self.targets]
-        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.slots = [_Slot(Pinned(sum(sizes)), create_event()) for _ in range(RING_SLOTS)]
-        self.next = 0
-
-    def close(self) -> None:
-        """Give the pinned memory back; nothing is in flight."""
-        for slot in self.slots:
-            slot.memory.close()
-
-    def send(
-        self,
-        tokens: NDArray[Any],
-        targets: NDArray[Any],
-        segment_start: NDArray[Any],
-        order: NDArray[Any],
-        scalars: Scalars,
-    ) -> None:
-        """Copy a micro-step's inputs into the fixed buffers, in stream order."""
-        d = driver()
-        slot = self.slots[self.next]
-        self.next = (self.next + 1) % RING_SLOTS
-        check(d.cuEventSynchronize(slot.free), "waiting for an input slot")
-        arrays = (tokens, targets, segment_start, order, pack_scalars(scalars))
-        for tensor, offset, array in zip(self.targets, self.offsets, arrays, strict=True):
-            slot.memory.array(offset, array.shape, array.dtype)[...] = array
-            source = slot.memory.address + offset
-            check(
-                d.cuMemcpyHtoDAsync(tensor.data, source, array.nbytes, self.stream),
-                f"copying {tensor.name}",
-            )
-        record_event(slot.free, self.stream)

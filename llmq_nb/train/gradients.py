@@ -10,12 +10,13 @@ from llmq_nb.core.rounding import to_float32
 from llmq_nb.data.packing import IGNORE
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.ops import Scalars
-from llmq_nb.plan.buffers import TRAINING
-from llmq_nb.train.eager import make_eager
+from llmq_nb.plan.buffers import TRAINING, Group
+from llmq_nb.train.eager import make_eager, shared_weights, weight_arrays
 from llmq_nb.train.engine import Engine, load_with_order
 from llmq_nb.train.step import micro_step
 
-GROUPS = TRAINING - {"master", "m", "v", "weights"}
+STATES: frozenset[Group] = frozenset({"master", "m", "v"})
+GROUPS = TRAINING - STATES - {"weights"}
 
 
 def loss_and_gradients(
@@ -46,9 +47,13 @@ def loss_and_gradients(
         batch=dataclasses.replace(config.batch, micro_batch=B, seq_len=T, grad_accumulation=1),
         memory=MemoryConfig(),
     )
-    weights = {state.weight.name: state.weight for state in engine.states}
-    with make_eager(engine.kind, shaped, model, GROUPS, weights) as eager:
+    whole = shared_weights(engine)
+    groups = TRAINING - STATES if whole is None else GROUPS
+    weights = {f"weights/{name}": weight for name, weight in (whole or {}).items()}
+    with make_eager(engine.kind, shaped, model, groups, weights) as eager:
         rank, ops = eager.rank, eager.rank.ops
+        for parameter, array in weight_arrays(engine) if whole is None else ():
+            ops.write(eager.tensors[f"weights/{parameter.name}"], array)
         supervised = int(np.count_nonzero(labels != IGNORE))
         ops.set_scalars(Scalars(inv_supervised=1.0 / supervised))
         load_with_order(rank, inputs, labels, starts)

@@ -1,4 +1,5 @@
-"""Stores for what `memory.offload` moves, from the plan's tensors: only `train` wires.
+"""Stores for what `memory.offload` moves or several ranks share, from the plan's tensors: only
+`train` wires.
 
 The model sees weights and gradients by unit and residuals by layer; the optimizer step goes over
 states. Each store copies on streams of its own.
@@ -7,14 +8,16 @@ states. Each store copies on streams of its own.
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from llmq_nb.comm.gradients import SharedGradients
+from llmq_nb.comm.link import LinkTransfer
 from llmq_nb.config import Config
 from llmq_nb.core.dtype import M_GROUP
 from llmq_nb.core.tensor import Fp8Slot, Tensor
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.model.parameters import Parameter, layer_parameters
-from llmq_nb.model.weights import Unit, Weights, WeightStore
+from llmq_nb.model.parameters import Parameter, layer_parameters, model_parameters
+from llmq_nb.model.weights import Unit, Weights, WeightStore, unit_of
 from llmq_nb.offload.host_gradients import HostGradients
 from llmq_nb.offload.host_residuals import HostResiduals
 from llmq_nb.offload.host_weights import HostWeights, Staged
@@ -33,17 +36,47 @@ from llmq_nb.plan.places import (
     streamed_states,
     weight_layout,
 )
+from llmq_nb.plan.shards import shards_gradients
 
 Tensors = dict[str, Tensor]
 MakeTransfer = Callable[[], Transfer]
 StateT = TypeVar("StateT")
 
 
-def host_weights(
-    config: Config, model: ModelConfig, tensors: Tensors, resident: WeightStore, make: MakeTransfer
+class Member(Protocol):
+    """One rank among several, as the stores need it (`train.sharding`)."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def seats(self) -> Any: ...
+
+    @property
+    def group(self) -> Any: ...
+
+    def pull_shards(self, here: Tensor, name: str) -> Iterable[Any]: ...
+
+
+def gathered_weights(
+    config: Config,
+    model: ModelConfig,
+    tensors: Tensors,
+    resident: WeightStore,
+    make: MakeTransfer,
+    member: Member | None = None,
 ) -> HostWeights[Weights] | None:
-    """The blocks whose weights (or codes) products read from the host; None: there are none."""
+    """The blocks whose weights (or codes) products read from the host or from all ranks' shards.
+
+    None: there are none.
+    """
     staged: dict[Unit, Staged[Weights]] = {}
+
+    def copies(pairs: list[tuple[Tensor, str]]) -> tuple[Any, ...]:
+        if member is None:
+            return copies_of((here, tensors[name]) for here, name in pairs)
+        return tuple(pull for here, name in pairs for pull in member.pull_shards(here, name))
+
     for layer in staged_weights(config, model):
         turn = layer % STAGES
         staging, layout = tensors[f"stage/weights.{turn}"], weight_layout(config, model)
@@ -52,8 +85,8 @@ def host_weights(
             own = tensors[f"weights/{p.name}"]
             here = dataclasses.replace(_place(staging, layout, p), name=own.name, fp8=own.fp8)
             setattr(weights, p.field, here)
-            pairs.append((here, own))
-        staged[layer] = Staged(weights, turn, staging, copies_of(pairs))
+            pairs.append((here, own.name))
+        staged[layer] = Staged(weights, turn, staging, copies(pairs))
     for layer in staged_quants(config, model):
         turn = layer % STAGES
         staging, layout = tensors[f"stage/quants.{turn}"], quant_layout(model)
@@ -62,10 +95,38 @@ def host_weights(
             own = tensors[f"weights/{p.name}"]
             here = _place(staging, layout, p)
             slot: Fp8Slot = dataclasses.replace(_slot(own), codes=here)
-            setattr(weights, p.field, dataclasses.replace(own, fp8=slot))
-            pairs.append((here, tensors[f"quants/{p.name}"]))
-        staged[layer] = Staged(weights, turn, staging, copies_of(pairs))
-    return HostWeights(resident, staged, make()) if staged else None
+            # a shard's values are not read: only the codes of all shards are
+            setattr(weights, p.field, dataclasses.replace(own, shape=p.shape, fp8=slot))
+            pairs.append((here, f"quants/{p.name}"))
+        staged[layer] = Staged(weights, turn, staging, copies(pairs))
+    if not staged:
+        return None
+    transfer = make() if member is None else LinkTransfer(member.seats.links[member.index][0])
+    return HostWeights(resident, staged, transfer)
+
+
+def shared_gradients(
+    config: Config, model: ModelConfig, tensors: Tensors, member: Member
+) -> SharedGradients[Weights]:
+    """Gradients that are summed over ranks when their unit is released."""
+    units: dict[Unit, Weights] = {}
+    for p in model_parameters(model):
+        weights = units.setdefault(unit_of(p), Weights())
+        field = "table" if p.kind == "embedding" else p.field
+        setattr(weights, field, full_gradient(config, model, tensors, p))
+    if model.tied:
+        units["head"].table = units["embedding"].table
+    return SharedGradients(member.group.reduction, member.index, units)
+
+
+def full_gradient(config: Config, model: ModelConfig, tensors: Tensors, p: Parameter) -> Tensor:
+    """Where backward writes a parameter's gradient, before it is summed over ranks."""
+    if not shards_gradients(config):
+        return tensors[f"gradients/{p.name}"]
+    if p.layer is None:
+        return tensors[f"full/gradients/{p.name}"]
+    staging = tensors[f"stage/gradients.{p.layer % STAGES}"]
+    return _place(staging, gradient_layout(config, model), p)
 
 
 def host_gradients(
@@ -147,7 +208,7 @@ def _cut(state: StateT, start: int, stop: int) -> StateT:
         parts["master"] = parts["weight"]
     if whole.m_scale is not None:
         parts["m_scale"] = flat(whole.m_scale, start // M_GROUP, -(-stop // M_GROUP))
-    return dataclasses.replace(whole, first=start, whole=False, **parts)
+    return dataclasses.replace(whole, first=whole.first + start, whole=False, **parts)
 
 
 def _laid_out(model: ModelConfig, layer: int, layout: Layout) -> Iterable[Parameter]:

@@ -6,12 +6,13 @@ the plan: resident, or of what lies on the host (`train.host_stores`). An engine
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from llmq_nb.config import Config
+from llmq_nb.core.dtype import M_GROUP
 from llmq_nb.core.host import check_host_memory
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.activations import BlockActivations, Gradients, HeadActivations
@@ -21,16 +22,34 @@ from llmq_nb.model.parameters import Parameter, model_parameters, tensor_ids
 from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.model.transformer import Transformer
 from llmq_nb.model.weights import ResidentResiduals, ResidentStore
+from llmq_nb.offload.optimizer_state import StreamedStates
 from llmq_nb.offload.transfer import ImmediateTransfer
 from llmq_nb.plan.buffers import Plan
 from llmq_nb.plan.places import STAGES, has_master, streamed_states
+from llmq_nb.plan.shards import (
+    elements,
+    shard_range,
+    shards_gradients,
+    shards_quants,
+    shards_weight,
+)
 from llmq_nb.train.fp8_slots import Fp8Slots
 from llmq_nb.train.host_stores import (
     MakeTransfer,
+    gathered_weights,
     host_gradients,
     host_residuals,
-    host_weights,
+    shared_gradients,
     streamed,
+)
+from llmq_nb.train.sharding import (
+    RECODE,
+    Group,
+    Member,
+    Seats,
+    gradient_shard,
+    make_group,
+    spread_states,
 )
 
 
@@ -38,7 +57,8 @@ from llmq_nb.train.host_stores import (
 class State:
     """What the optimizer keeps for one parameter. master is weight where their formats are one.
 
-    A slice of it has `whole` false and begins at element `first`; then all tensors are flat.
+    A slice of it, or a rank's shard, has `whole` false and begins at element `first`; then all
+    tensors are flat.
     """
 
     parameter: Parameter
@@ -64,20 +84,36 @@ class HostStore(Protocol):
     def finish(self) -> None: ...
 
 
+def _stay() -> None:
+    """There is one device, or none."""
+
+
 @dataclasses.dataclass(slots=True)
 class Rank:
     """A model, its states and the buffers of its results.
 
-    updates: what the optimizer goes over: the states, or slices of those that live on the host.
-    host_stores: what copies to and from the host.
+    states: of every parameter, or a rank's shards of those it has any of. gradients: what the norm
+    is taken of, one a parameter. updates: what the optimizer goes over: the states, or slices of
+    those that live on the host. fp8_weights: of FP8 products, in forward order; shards where only
+    those are here. recoded: weights whose kept codes are made after all slices and shards are
+    updated. host_stores: what has copies in flight. group: what it shares with other ranks; None:
+    it is alone. activate: makes its device current.
     """
 
     model: Transformer
     states: list[State]
     norms: Tensor
     norm_total: Tensor
+    gradients: list[Tensor] = dataclasses.field(default_factory=list)
     updates: Iterable[State] = ()
+    fp8_weights: list[Tensor] = dataclasses.field(default_factory=list)
+    recoded: list[Tensor] = dataclasses.field(default_factory=list)
     host_stores: list[HostStore] = dataclasses.field(default_factory=list)
+    group: Group | None = None
+    activate: Callable[[], None] = _stay
+    all_norms: Tensor | None = None
+    slots: Tensor | None = None
+    all_slots: Tensor | None = None
 
     def begin(self) -> None:
         """Before a step: nothing is in flight."""
@@ -88,11 +124,6 @@ class Rank:
         """After a step: what follows waits for every copy."""
         for store in self.host_stores:
             store.finish()
-
-    @property
-    def fp8_weights(self) -> list[Tensor]:
-        """The weights of FP8 products, in forward order."""
-        return [s.weight for s in self.states if s.weight.fp8 is not None]
 
     @property
     def ops(self) -> Ops:
@@ -120,16 +151,43 @@ def allocate(plan: Plan) -> dict[str, Tensor]:
     return tensors
 
 
+def make_ranks(
+    config: Config, model: ModelConfig, seats: Seats, transfers: Sequence[MakeTransfer]
+) -> list[Rank]:
+    """Wire all ranks of a run."""
+    if len(seats.tensors) == 1:
+        return [make_rank(config, model, seats.tensors[0], seats.ops[0], transfers[0])]
+    group, out = make_group(config, model, seats), []
+    for index, (tensors, ops, transfer) in enumerate(
+        zip(seats.tensors, seats.ops, transfers, strict=True)
+    ):
+        seats.activate[index]()
+        member = Member(index, seats, group)
+        out.append(make_rank(config, model, tensors, ops, transfer, member))
+    return out
+
+
+def run_states(
+    config: Config, model: ModelConfig, ranks: Sequence[Rank], tensors: Sequence[dict[str, Tensor]]
+) -> list[State]:
+    """Each parameter's state as a whole, over however many ranks."""
+    if len(ranks) == 1:
+        return ranks[0].states
+    return [State(**fields) for fields in spread_states(config, model, tensors)]
+
+
 def make_rank(
     config: Config,
     model: ModelConfig,
     tensors: dict[str, Tensor],
     ops: Ops,
     transfer: MakeTransfer = ImmediateTransfer,
+    member: Member | None = None,
 ) -> Rank:
-    """Wire a rank that holds everything; an inference plan gives one without gradients.
+    """Wire a rank; an inference plan gives one without gradients.
 
-    transfer: makes the copies of one store between device and host.
+    transfer: makes the copies of one store between device and host. member: its seat among several;
+    None: it holds everything.
     """
     tensors = dict(tensors)
     slots = Fp8Slots(config, model, tensors)
@@ -142,11 +200,13 @@ def make_rank(
     head = HeadActivations(*(tensors[f"head/{f}"] for f in _fields(HeadActivations)))
     host_stores: list[Any] = []
     weights: Any = _store(model, parameters, tensors, "weights")
-    if store := host_weights(config, model, tensors, weights, transfer):
+    if store := gathered_weights(config, model, tensors, weights, transfer, member):
         weights = store
         host_stores.append(store)
     gradients: Any = _store(model, parameters, tensors, "gradients" if training else "weights")
-    if training and "gradients" in config.memory.offload:
+    if member is not None:
+        gradients = shared_gradients(config, model, tensors, member)
+    elif training and "gradients" in config.memory.offload:
         gradients = host_gradients(config, model, tensors, gradients, transfer)
         host_stores.append(gradients)
     residuals: Any = ResidentResiduals()
@@ -164,16 +224,56 @@ def make_rank(
         g=_gradients(tensors, model, slots),
         dropped=dropped_activations(config.memory.recompute),
         residuals=residuals,
+        adds_up=not shards_gradients(config),
     )
     ids = tensor_ids(parameters)
     optimized = f"m/{parameters[0].name}" in tensors
-    states = [_state(config, p, ids[p.name], tensors) for p in parameters if optimized]
+    states = [_state(config, p, ids[p.name], tensors, member) for p in parameters if optimized]
+    states = [state for state in states if state.master.size]
     updates: Any = states
     if states and streamed_states(config):
         updates = streamed(config, model, tensors, states, transfer)
         host_stores.append(updates)
-    totals = tensors["norm/norms"], tensors["norm/total"]
-    return Rank(transformer, states, *totals, updates, host_stores)
+    rank = Rank(
+        transformer,
+        states,
+        tensors["norm/norms"],
+        tensors["norm/total"],
+        updates=updates,
+        host_stores=host_stores,
+    )
+    quantised = [tensors[f"weights/{p.name}"] for p in parameters]
+    rank.fp8_weights = [w for w in quantised if w.fp8 is not None]
+    if member is None:
+        rank.gradients = [s.gradient for s in states]
+        parts = updates.items if isinstance(updates, StreamedStates) else updates
+        sliced = {s.parameter.name for s in parts if not s.whole}
+        rank.recoded = [s.weight for s in states if s.parameter.name in sliced]
+        return rank
+    rank.gradients = [gradient_shard(config, p, tensors, member.index) for p in parameters]
+    own = [
+        _own_codes(config, w, p, member)
+        for w, p in zip(quantised, parameters, strict=True)
+        if w.fp8 is not None
+    ]
+    rank.fp8_weights = rank.recoded = [w for w in own if w.size]
+    rank.group, rank.activate = member.group, member.seats.activate[member.index]
+    rank.all_norms = tensors["ranks/norms"]
+    if own:
+        rank.all_slots = tensors["ranks/slots"]
+        rank.slots = tensors["fp8/slots"].rows(0, rank.all_slots.shape[1])
+    return rank
+
+
+def _own_codes(config: Config, weight: Tensor, p: Parameter, member: Member) -> Tensor:
+    """A weight as this rank quantises it: whole, or its shard as rows of a matrix."""
+    if not shards_weight(config, p) and not shards_quants(config):
+        return weight
+    start, stop = shard_range(elements(p), member.ranks, member.index)
+    first = 0 if shards_weight(config, p) else start
+    rows = weight.view(weight.size).rows(first, first + stop - start)
+    slot = None if weight.fp8 is None else dataclasses.replace(weight.fp8, shared=True)
+    return dataclasses.replace(rows.view((stop - start) // RECODE, RECODE), fp8=slot)
 
 
 def _fields(cls: Any) -> list[str]:
@@ -218,15 +318,46 @@ def _gradients(tensors: dict[str, Tensor], model: ModelConfig, slots: Fp8Slots) 
     return out
 
 
-def _state(config: Config, p: Parameter, tensor_id: int, tensors: dict[str, Tensor]) -> State:
+def _state(
+    config: Config,
+    p: Parameter,
+    tensor_id: int,
+    tensors: dict[str, Tensor],
+    member: Member | None,
+) -> State:
     weight = tensors[f"weights/{p.name}"]
+    if member is None:
+        return State(
+            parameter=p,
+            tensor_id=tensor_id,
+            weight=weight,
+            master=tensors[f"master/{p.name}"] if has_master(config) else weight,
+            m=tensors[f"m/{p.name}"],
+            m_scale=tensors.get(f"m_scale/{p.name}"),
+            v=tensors[f"v/{p.name}"],
+            gradient=tensors[f"gradients/{p.name}"],
+        )
+    start, stop = shard_range(elements(p), member.ranks, member.index)
+    scales = tensors.get(f"m_scale/{p.name}")
+
+    def own(group: str) -> Tensor:
+        return tensors[f"{group}/{p.name}"].rows(0, stop - start)
+
+    if shards_weight(config, p):
+        part = own("weights")
+    else:
+        part = weight.view(weight.size).rows(start, stop)
+    if weight.fp8 is not None:  # codes are made when all shards are updated
+        part.fp8 = dataclasses.replace(weight.fp8, kept=False)
     return State(
         parameter=p,
         tensor_id=tensor_id,
-        weight=weight,
-        master=tensors[f"master/{p.name}"] if has_master(config) else weight,
-        m=tensors[f"m/{p.name}"],
-        m_scale=tensors.get(f"m_scale/{p.name}"),
-        v=tensors[f"v/{p.name}"],
-        gradient=tensors[f"gradients/{p.name}"],
+        weight=part,
+        master=own("master") if has_master(config) else part,
+        m=own("m"),
+        m_scale=None if scales is None else scales.rows(0, -(-(stop - start) // M_GROUP)),
+        v=own("v"),
+        gradient=gradient_shard(config, p, tensors, member.index),
+        first=start,
+        whole=False,
     )

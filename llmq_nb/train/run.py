@@ -23,6 +23,7 @@ from llmq_nb.report.device import DeviceMonitor
 from llmq_nb.report.jsonl import JsonlLog, read_log
 from llmq_nb.report.metrics import HealthMetrics, StepMetrics
 from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
+from llmq_nb.train.eager import shared_weights, weight_arrays
 from llmq_nb.train.facts import start_facts, watch_devices
 from llmq_nb.train.inference import Inference
 from llmq_nb.train.policy import Policy
@@ -277,12 +278,14 @@ def sample(trainer: Trainer, prompt: str) -> str:
     """The prompt and its continuation by the trained model."""
     tokenizer = trainer.data.tokenizer
     tokens = tokenizer.encode(prompt)
+    weights = shared_weights(trainer.engine)
     inference = Inference(
         trainer.model,
         micro_batch=1,
         seq_len=trainer.config.batch.seq_len,
         base=trainer.config,
-        weights={s.parameter.name: s.weight for s in trainer.engine.states},
+        weights=weights,
+        arrays=weight_arrays(trainer.engine) if weights is None else None,
         kind=trainer.engine.kind,
     )
     if len(tokens) == 0:

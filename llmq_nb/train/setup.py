@@ -125,6 +125,20 @@ def settle_device(config: Config, device: Device, model: ModelConfig) -> Device:
     return Device("cpu", f"device: cpu ({device.reason.removeprefix('device: ')} is idle; {why})")
 
 
+def settle_ranks(config: Config, device: Device) -> Config:
+    """The config with `parallel.devices` as the run has them: by default every GPU."""
+    if config.parallel.devices is not None:
+        return config
+    devices = (0,)
+    if device.kind == "cuda":
+        from llmq_nb.core.device import device_count
+
+        devices = tuple(range(device_count()))
+    return dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, devices=devices)
+    )
+
+
 def inference_kind(config: Config, model: ModelConfig) -> Literal["cpu", "cuda"]:
     """Where a model that only runs forward should run: the GPU where it can.
 
@@ -155,10 +169,15 @@ def _cuda_obstacle(config: Config, model: ModelConfig) -> UserError | None:
 
 def check_supported(config: Config, device: Device) -> None:
     """Refuse by name what this device's engine cannot do yet."""
-    ranks = config.parallel.devices or (0,)
-    if len(ranks) > 1:
-        mend = "this version trains on one rank: leave it out"
-        raise UserError(f"devices = {list(ranks)}", where="parallel.devices", mend=mend)
+    p = config.parallel
+    for key in ("gather", "reduce"):
+        if getattr(p, key) == "nccl":
+            mend = "this version copies between GPUs itself: set it to auto"
+            raise UserError(f"{key} = 'nccl'", where=f"parallel.{key}", mend=mend)
+    if config.world_size > 1 and "gradients" in config.memory.offload and not p.shard_gradients:
+        what = "offload = ['gradients', ...] on several ranks"
+        mend = "set parallel.shard_gradients = true: the host keeps the shards of sums"
+        raise UserError(what, where="memory.offload", mend=mend)
     if device.kind == "cpu" and config.memory.offload:
         mend = "the cpu engine's memory is host memory already: leave it out"
         raise UserError(
@@ -168,12 +187,12 @@ def check_supported(config: Config, device: Device) -> None:
 
 def check_memory(config: Config, model: ModelConfig) -> None:
     """Raise UserError where the cpu engine would not fit into the machine's memory."""
-    check_host_memory(make_plan(config, model).total + batch_bytes(config))
+    check_host_memory(config.world_size * make_plan(config, model).total + batch_bytes(config))
 
 
 def batch_bytes(config: Config) -> int:
     """Host memory of this step's batch and the next one's."""
-    return 2 * BATCH_BYTES * config.tokens_per_step(world_size=1)
+    return 2 * BATCH_BYTES * config.tokens_per_step
 
 
 def check_writable(folder: Path) -> None:
@@ -249,12 +268,13 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
 
 
 def open_loader(config: Config, store: TokenSource, position: Position) -> Loader:
-    """The training loader of one rank, from `position` on."""
+    """The training loader of all ranks, from `position` on."""
     return Loader(
         store,
         seq_len=config.batch.seq_len,
         micro_batch=config.batch.micro_batch,
         grad_accumulation=config.batch.grad_accumulation,
+        world_size=config.world_size,
         seed=config.data.seed,
         packing=config.data.packing,
         position=position,

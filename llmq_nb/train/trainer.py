@@ -71,12 +71,13 @@ class Trainer:
         announce: Callable[[str], None] = print_line,
     ) -> None:
         found = setup.choose_device(config)
-        setup.check_supported(config, found)
         if config.schedule.steps is not None:
             check_schedule(config.schedule, config.schedule.steps)
         self.source = setup.resolve_model(config, announce)
         self.model = self.source.model
         self.device = setup.settle_device(config, found, self.model)
+        config = setup.settle_ranks(config, self.device)
+        setup.check_supported(config, found)
         announce(self.device.reason)
         if self.device.hint is not None:
             announce(self.device.hint)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmq_nb.kernels import elementwise
-from llmq_nb.kernels.elementwise import accumulate_ref, fill_normal_ref
+from llmq_nb.kernels.elementwise import fill_normal_ref
 from tests.kernels.harness import U16, Device, assert_within, run_sim
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -67,36 +67,6 @@ def check_absmax(device: Device, n: int, dtype: str, position: int) -> None:
         assert slot.numpy()[0] == expected
 
 
-def check_accumulate(device: Device, n: int, ranks: int, start: int = 0) -> None:
-    rng = np.random.default_rng(3)
-    shard = rng.standard_normal(n).astype(BF16)
-    contributions = rng.standard_normal((ranks, n)).astype(BF16)
-    buffer, counter = device.put(shard), device.put(np.array([77], np.uint32))
-    elementwise.accumulate_launch(
-        buffer.address, device.put(contributions).address, ranks=ranks, stride=2 * n, n=n,
-        start=start, counter=counter.address, seed=5, tensor=9, stream=device.stream,
-    )  # fmt: skip
-    expected = accumulate_ref(shard, contributions, seed=5, tensor=9, step=77, start=start)
-    np.testing.assert_array_equal(buffer.numpy().view(np.uint16), expected.view(np.uint16))
-
-
-def check_accumulate_shards_agree(device: Device) -> None:
-    """Two halves with their start give the bits of the whole."""
-    rng = np.random.default_rng(4)
-    shard, one = (rng.standard_normal(64).astype(BF16) for _ in range(2))
-    counter, results = device.put(np.array([1], np.uint32)), []
-    for cuts in ((0, 64), (0, 32, 64)):
-        buffer, added = device.put(shard), device.put(one)
-        for begin, end in zip(cuts, cuts[1:], strict=False):
-            elementwise.accumulate_launch(
-                buffer.address + 2 * begin, added.address + 2 * begin, ranks=1, stride=0,
-                n=end - begin, start=begin, counter=counter.address, seed=5, tensor=9,
-                stream=device.stream,
-            )  # fmt: skip
-        results.append(buffer.numpy().tobytes())
-    assert results[0] == results[1]
-
-
 def check_fill_normal(device: Device, n: int, dtype: str, start: int = 0) -> None:
     storage = BF16 if dtype == "bf16" else FP32
     out = device.empty((n,), storage)
@@ -142,12 +112,6 @@ def test_absmax_simulated(n: int, dtype: str, position: int) -> None:
     run_sim(check_absmax, n=n, dtype=dtype, position=position)
 
 
-def test_accumulate_simulated() -> None:
-    run_sim(check_accumulate, n=2056, ranks=1)
-    run_sim(check_accumulate, n=64, ranks=4, start=1 << 36)
-    run_sim(check_accumulate_shards_agree)
-
-
 def test_fill_normal_simulated() -> None:
     run_sim(check_fill_normal, n=2056, dtype="bf16")
     run_sim(check_fill_normal, n=64, dtype="fp32", start=1 << 36)
@@ -170,13 +134,6 @@ def test_copies(gpu: Device, n: int) -> None:
 def test_absmax(gpu: Device, dtype: str, position: int) -> None:
     check_absmax(gpu, 1 << 25, dtype, position)
     check_user_absmax(gpu)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_accumulate(gpu: Device, ranks: int) -> None:
-    check_accumulate(gpu, 100_008, ranks, start=1 << 36)
-    check_accumulate_shards_agree(gpu)
 
 
 @pytest.mark.gpu

@@ -136,7 +136,7 @@ def test_buffers_lie_where_the_plan_says_and_nothing_more_is_pinned():
     for b in engine.plan.buffers:
         kinds = {"host": 1, "device": 2}  # CU_MEMORYTYPE_HOST, _DEVICE
         assert memory_type(engine.tensors[b.name].data) == kinds[b.place], b.name
-    pinned = engine.host.nbytes + sum(slot.memory.nbytes for slot in engine._ring.slots)
+    pinned = engine.host.nbytes + sum(slot.memory.nbytes for slot in engine.seats[0].ring.slots)
     assert engine.plan.host_total <= pinned <= 1.02 * engine.plan.host_total
     for state in engine.states:  # what a checkpoint reads and writes
         value = np.random.default_rng(1).standard_normal(state.v.shape).astype(np.float32)

@@ -220,8 +220,11 @@ def test_fp8_without_fp8_units_is_planned_as_emulated(tmp_path):
 
 BAD = {
     "no file": (["none.toml"], "no such file: none.toml"),
-    "gpus": (["--gpus", "4"], "--gpus 4: this version trains on one GPU"),
-    "devices": (["--set", "parallel.devices=[0, 1]"], "parallel.devices"),
+    "nccl": (["--set", "parallel.reduce=nccl"], "reduce = 'nccl' in parallel.reduce"),
+    "gradients on the host": (
+        ["--gpus", "2", "--set", "memory.offload=['gradients']"],
+        "on several ranks in memory.offload: set parallel.shard_gradients = true",
+    ),
     "offload on the cpu": (
         ["--set", "memory.offload=['m']", "--set", "run.device=cpu"],
         "memory.offload",

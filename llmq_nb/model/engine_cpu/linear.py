@@ -30,12 +30,20 @@ def operand(tensor: Tensor, *, fp8: bool) -> tuple[Float, np.float32]:
     return codes.astype(np.float32), scale
 
 
+def find_absmax(weight: Tensor) -> None:
+    """Into its slot, if it has one."""
+    if weight.fp8 is not None:
+        weight.fp8.absmax[0] = absmax(weight.data)
+
+
 def keep_codes(weight: Tensor) -> None:
     """Write the codes of a weight that keeps them."""
     slot = weight.fp8
     if slot is not None and slot.kept and slot.codes is not None:
-        slot.absmax[0] = absmax(weight.data)
-        slot.codes.data[...] = quantize(weight.data, slot.format, slot.absmax[0])[0]
+        if not slot.shared:
+            find_absmax(weight)
+        codes = quantize(weight.data, slot.format, slot.absmax[0])[0]
+        slot.codes.data.reshape(-1)[: codes.size] = codes.reshape(-1)
 
 
 def weight_operand(weight: Tensor) -> tuple[Float, np.float32]:

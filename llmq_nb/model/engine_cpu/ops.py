@@ -16,6 +16,7 @@ from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import attention, classifier, linear, norm, optimizer
 from llmq_nb.model.engine_cpu.rows import accumulated
+from llmq_nb.model.fp8 import ABSMAX
 from llmq_nb.model.ops import Scalars
 
 
@@ -29,6 +30,8 @@ class CpuOps:
         self.scalars = Scalars()
         self.counts_health = False
         """Whether products count what the codes of their operands lose."""
+        self.shared_slots: Tensor | None = None
+        """Slots of weights whose absmax is that of all ranks' shards."""
         self._cos, self._sin = attention.rope_tables(config, seq_len)
 
     def set_scalars(self, scalars: Scalars) -> None:
@@ -38,15 +41,22 @@ class CpuOps:
         """Nothing to do: a product finds the absmax of its operands itself."""
 
     def clear_weight_absmax(self) -> None:
-        """Nothing to do, as for `clear_absmax`."""
+        """Only where a rank may have no part of a weight: else who reads the absmax finds it."""
+        if self.shared_slots is not None:
+            self.shared_slots.data[:, ABSMAX] = 0.0
 
     def refresh_weights(self, weights: list[Tensor]) -> None:
+        self.clear_weight_absmax()
         for weight in weights:
+            linear.find_absmax(weight)
             self.update_weight(weight)
 
     def update_weight(self, weight: Tensor) -> None:
         """Where no codes are kept a product quantises its weight each time."""
         linear.keep_codes(weight)
+
+    def updated(self, weight: Tensor) -> None:
+        linear.find_absmax(weight)
 
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
         x.data[...] = table.data[tokens.data.reshape(-1)]
@@ -226,10 +236,40 @@ class CpuOps:
 
     def global_norm(self, norms: Tensor, total: Tensor, grads: list[Tensor]) -> None:
         squares = np.array([optimizer.squared_norm(grad.data) for grad in grads], np.float32)
+        self._norm(norms, total, squares)
+
+    def combine_norms(self, norms: Tensor, total: Tensor, gathered: Tensor) -> None:
+        with np.errstate(over="ignore"):
+            self._norm(norms, total, (gathered.data * gathered.data).sum(axis=0))
+
+    def _norm(self, norms: Tensor, total: Tensor, squares: NDArray[Any]) -> None:
         norms.data[:] = np.sqrt(squares)
         length = np.float32(np.sqrt(squares.sum(dtype=np.float64)))
         clip = min(1.0, self.optimizer.max_grad_norm / length) if length > 0 else 1.0
         total.data[:] = (length, clip, np.isfinite(norms.data).all())
+
+    def combine_absmax(self, slots: Tensor, gathered: Tensor) -> None:
+        slots.data[:, ABSMAX] = gathered.data[:, :, ABSMAX].max(axis=0)
+
+    def accumulate(
+        self,
+        shard: Tensor,
+        contributions: Tensor,
+        *,
+        tensor_id: int,
+        first_element: int,
+        start: bool,
+        queue: Any = None,
+    ) -> None:
+        optimizer.accumulate(
+            shard,
+            contributions,
+            seed=self.seed,
+            update=self.scalars.update,
+            tensor_id=tensor_id,
+            first=first_element,
+            start=start,
+        )
 
     def adamw(
         self,
@@ -265,8 +305,8 @@ class CpuOps:
         )
         linear.keep_codes(weight)
 
-    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
-        values = normal(0, x.size, seed=self.seed, tensor_id=tensor_id)
+    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int, first: int = 0) -> None:
+        values = normal(first, x.size, seed=self.seed, tensor_id=tensor_id)
         x.data[...] = (values * np.float32(std)).reshape(x.shape)
 
     def read(self, tensor: Tensor) -> NDArray[Any]:

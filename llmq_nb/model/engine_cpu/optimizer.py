@@ -87,6 +87,36 @@ def adamw(
     each_rows(work, flat[0].size, 1)
 
 
+def accumulate(
+    shard: Tensor,
+    contributions: Tensor,
+    *,
+    seed: int,
+    update: int,
+    tensor_id: int,
+    first: int,
+    start: bool,
+) -> None:
+    """shard (+)= the sum of the contributions; see `Ops.accumulate`."""
+    flat = shard.data.reshape(-1)
+
+    def work(rows: slice) -> None:
+        total = to_float32(contributions.data[0, rows])
+        for other in contributions.data[1:, rows]:
+            total = total + to_float32(other)
+        if not start:
+            total = to_float32(flat[rows]) + total
+        place = (first + rows.start, total.size)
+
+        def bits() -> NDArray[np.uint16]:
+            purpose = Purpose.GRADIENT
+            return bits16(*place, seed=seed, purpose=purpose, tensor_id=tensor_id, update=update)
+
+        _store(flat[rows], total, bits)
+
+    each_rows(work, flat.size, 1)
+
+
 def _store(out: NDArray[Any], value: Float, bits: Any) -> None:
     if out.dtype == DType.BF16.numpy:
         out[...] = stochastic_bf16(value, bits())

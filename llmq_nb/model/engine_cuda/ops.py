@@ -4,6 +4,7 @@ So a recorded step is a list of these launches. What changes from step to step i
 `inputs/scalars` on the device.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from llmq_nb.config import Config
 from llmq_nb.core.device import Device, check, driver, synchronize_stream
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.kernels import (
+    accumulate,
     adamw,
     attention,
     bias,
+    combine,
     cross_entropy,
     elementwise,
     embedding,
@@ -34,8 +37,8 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
 from llmq_nb.model.engine_cuda.fp8 import Fp8Products
 from llmq_nb.model.engine_cuda.scalars import SCALARS, pack_scalars
+from llmq_nb.model.fp8 import ABSMAX
 from llmq_nb.model.ops import Scalars
-from llmq_nb.model.parameters import model_parameters
 
 
 class CudaOps:
@@ -56,11 +59,6 @@ class CudaOps:
         self.config, self.model, self.optimizer = config, model, config.optimizer
         self.device, self.stream = device, stream
         self.B, self.T = config.batch.micro_batch, config.batch.seq_len
-        self._grads = [
-            tensors[name]
-            for p in model_parameters(model)
-            if (name := f"gradients/{p.name}") in tensors
-        ]
         self._chunks = (tensors["engine/norm_chunks"], tensors["engine/norm_first"])
         self._cos, self._sin = tensors["engine/cos"], tensors["engine/sin"]
         self._scratch = tensors["engine/scratch"].data
@@ -79,13 +77,18 @@ class CudaOps:
     def set_scalars(self, scalars: Scalars) -> None:
         self.write(self._scalars, pack_scalars(scalars).view(np.int32))
 
-    def write_tables(self) -> None:
-        """Fill the rotation tables and the norm's table; once, after the memory was cleared."""
-        if self._grads:
-            pairs = [(g.data, g.size) for g in self._grads]
-            tables = global_norm.chunk_table(pairs, itemsize=self._grads[0].dtype.itemsize)
-            for tensor, table in zip(self._chunks, tables, strict=True):
-                self.write(tensor, table.view(np.int32).reshape(tensor.shape))
+    def write_tables(self, gradients: Sequence[Tensor] = ()) -> None:
+        """Fill the rotation tables and the norm's; once, after the memory was cleared.
+
+        gradients: what `global_norm` will be given, one for each parameter.
+        """
+        if gradients:
+            pairs = [(g.data, g.size) for g in gradients]
+            chunks, first = global_norm.chunk_table(pairs, itemsize=gradients[0].dtype.itemsize)
+            table = np.zeros((self._chunks[0].shape[0], 2), np.int64)  # a short shard has fewer
+            table[: len(chunks)] = chunks
+            self.write(self._chunks[0], table.view(np.int32))
+            self.write(self._chunks[1], first)
         for tensor, table in zip(
             (self._cos, self._sin), rope_tables(self.model, self.T), strict=True
         ):
@@ -105,6 +108,9 @@ class CudaOps:
 
     def update_weight(self, weight: Tensor) -> None:
         self.fp8.update_weight(weight)
+
+    def updated(self, weight: Tensor) -> None:
+        """Nothing to do: the update found it."""
 
     # ---- embedding, norms ----------------------------------------------------------------------
     def embedding(self, x: Tensor, tokens: Tensor, table: Tensor) -> None:
@@ -333,10 +339,45 @@ class CudaOps:
         )  # fmt: skip
         self.fp8.update_weight(weight)
 
+    # ---- several ranks -------------------------------------------------------------------------
+    def accumulate(
+        self,
+        shard: Tensor,
+        contributions: Tensor,
+        *,
+        tensor_id: int,
+        first_element: int,
+        start: bool,
+        queue: Any = None,
+    ) -> None:
+        ranks = contributions.shape[0]
+        accumulate.accumulate_launch(
+            shard.data, contributions.data, ranks=ranks, stride=contributions.nbytes // ranks,
+            n=shard.size, first=first_element, start=start, counter=self._scalar["update"],
+            seed=self.config.run.seed, tensor=tensor_id, dtype=shard.dtype,
+            stream=self.stream if queue is None else queue,
+        )  # fmt: skip
+
+    def combine_norms(self, norms: Tensor, total: Tensor, gathered: Tensor) -> None:
+        ranks, tensors = gathered.shape
+        combine.combine_norms_launch(
+            norms.data, total.data, gathered.data, tensors=tensors, ranks=ranks,
+            max_norm=self.optimizer.max_grad_norm, stream=self.stream,
+        )  # fmt: skip
+
+    def combine_absmax(self, slots: Tensor, gathered: Tensor) -> None:
+        ranks, n, _ = gathered.shape
+        absmax = slots.dtype.itemsize * ABSMAX
+        combine.combine_absmax_launch(
+            slots.data + absmax, gathered.data + absmax, n=n, ranks=ranks,
+            spacing=slots.nbytes // slots.shape[0], stride=gathered.nbytes // ranks,
+            stream=self.stream,
+        )  # fmt: skip
+
     # ---- memory --------------------------------------------------------------------------------
-    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int) -> None:
+    def fill_normal(self, x: Tensor, *, std: float, tensor_id: int, first: int = 0) -> None:
         elementwise.fill_normal_launch(
-            x.data, n=x.size, seed=self.config.run.seed, tensor=tensor_id, std=std,
+            x.data, n=x.size, start=first, seed=self.config.run.seed, tensor=tensor_id, std=std,
             **self._common(x),
         )  # fmt: skip
 
