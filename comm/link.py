@@ -103,10 +103,10 @@ class LinkTransfer:
     def mark(self) -> Any:
         return self._link.mark()
 
-    def to_device(self, copies: Sequence[Pull], *, done: Any, after: Any = None) -> None:
+    def to_device(self, copies: Sequence[Any], *, done: Any, after: Any = None) -> None:
         self._link.pull(copies, done=done, after=() if after is None else (after,))
 
-    def to_host(self, copies: Sequence[Pull], *, done: Any, after: Any = None) -> None:
+    def to_host(self, copies: Sequence[Any], *, done: Any, after: Any = None) -> None:
         raise NotImplementedError("weights only come")
 
     def wait(self, mark: Any) -> None:

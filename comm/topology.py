@@ -29,13 +29,15 @@ NO_ACCESS, WRONG_DATA = "no peer access", "peer access that delivers wrong data"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeerMatrix:
-    """devices: the GPU of each rank. trouble: (reader, source) of GPUs that cannot, and why."""
+    """Called with ranks i, j: whether i can read j's memory itself; ranks of one GPU always can.
+
+    devices: the GPU of each rank. trouble: (reader, source) of GPUs that cannot, and why.
+    """
 
     devices: tuple[int, ...]
     trouble: Mapping[tuple[int, int], str]
 
-    def direct(self, i: int, j: int) -> bool:
-        """Whether rank i can read rank j's memory itself: ranks of one GPU always can."""
+    def __call__(self, i: int, j: int) -> bool:
         return (self.devices[i], self.devices[j]) not in self.trouble
 
 
