@@ -41,6 +41,17 @@ class PeerMatrix:
         return (self.devices[i], self.devices[j]) not in self.trouble
 
 
+def matrix_lines(matrix: PeerMatrix) -> list[str]:
+    """A table of ranks: "peer" where the row's takes from the column's itself, else "staged"."""
+    ranks = range(len(matrix.devices))
+    words = [
+        ["-" if i == j else "peer" if matrix(i, j) else "staged" for j in ranks] for i in ranks
+    ]
+    cells = [["", *map(str, matrix.devices)]]
+    cells += [[str(d), *row] for d, row in zip(matrix.devices, words, strict=True)]
+    return ["".join(f"{cell:>8}" for cell in row) for row in cells]
+
+
 def check_peers(devices: Sequence[Device], announce: Callable[[str], None]) -> PeerMatrix:
     """Enable and try every ordered pair of the ranks' GPUs; a rank's GPU is current afterwards.
 

@@ -136,7 +136,7 @@ class Ranks:
             for seed in range(rounds)
             for r in range(len(self.links))
         ]
-        return np.sum(parts, axis=0, dtype=np.uint32)
+        return np.stack(parts).sum(axis=0, dtype=np.uint32)
 
 
 @pytest.mark.parametrize("queue", [False, True])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmq_nb.comm import topology
-from llmq_nb.comm.topology import NO_ACCESS, WRONG_DATA, check_peers
+from llmq_nb.comm.topology import NO_ACCESS, WRONG_DATA, check_peers, matrix_lines
 
 
 class Driver:
@@ -164,3 +164,13 @@ def test_ranks_of_one_gpu_are_direct(gpus) -> None:
     matrix = check_peers([a, a, b, b], lambda line: None)
     direct = [[matrix(i, j) for j in range(4)] for i in range(4)]
     assert direct == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+
+
+def test_the_matrix_as_a_table(gpus) -> None:
+    _, devices = gpus(3, no={(0, 2), (2, 1)})
+    assert matrix_lines(check_peers(devices, lambda line: None)) == [
+        "               0       1       2",
+        "       0       -    peer  staged",
+        "       1    peer       -    peer",
+        "       2    peer  staged       -",
+    ]
