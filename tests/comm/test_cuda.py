@@ -36,7 +36,7 @@ from llmq_nb.kernels.launch import preparing
 pytestmark = pytest.mark.gpu
 Direct = Callable[[int, int], bool]
 BF16 = np.dtype(ml_dtypes.bfloat16)
-N = 300_016
+N = 100_016
 ROUNDS, REPLAYS = 3, 4
 BUSY_BYTES, BUSY_COPIES = 64 << 20, 4
 """Some 0.2 ms of a compute stream."""
@@ -140,7 +140,7 @@ class Ranks:
 
 @pytest.fixture
 def make(monkeypatch) -> Iterator[Callable[..., Ranks]]:
-    monkeypatch.setattr(copy_engine, "LEAST_CHUNK", 1 << 16)
+    monkeypatch.setattr(copy_engine, "LEAST_CHUNK", 1 << 14)
     made: list[Ranks] = []
 
     def build(*args: Any) -> Ranks:
