@@ -5,7 +5,7 @@ import ml_dtypes
 from bench.harness import Bench
 from llmq_nb.kernels.accumulate import accumulate_bytes, accumulate_launch
 
-N = 1 << 26
+N = 1 << 25
 
 
 def main() -> None:

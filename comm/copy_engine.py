@@ -32,7 +32,7 @@ from llmq_nb.core.device import (
 from llmq_nb.core.pinned import Pinned
 from llmq_nb.kernels.launch import is_preparing
 
-STAGING_BYTES = 32 << 20
+STAGING_BYTES = 16 << 20
 """Pinned memory of one ordered pair of ranks without direct copies: two chunks."""
 LEAST_CHUNK = 1 << 20
 """Smaller ones cost more in events than they gain."""
@@ -227,12 +227,12 @@ def make_links(
     """A link for each rank, beside its compute stream. Ranks may share a device.
 
     direct(i, j): whether rank i may read rank j's memory itself; None: as `check_peers` finds
-    (a run with several links a rank checks once and passes `PeerMatrix.direct`). staging_bytes:
+    (a run with several links a rank checks once and passes the matrix). staging_bytes:
     pinned for every ordered pair of ranks that may not, at least two chunks of 256 bytes.
     """
     ranks = len(devices)
     if direct is None:
-        direct = check_peers(devices, announce).direct
+        direct = check_peers(devices, announce)
     out = []
     for i, (device, stream) in enumerate(zip(devices, streams, strict=True)):
         lanes = {

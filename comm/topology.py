@@ -29,14 +29,27 @@ NO_ACCESS, WRONG_DATA = "no peer access", "peer access that delivers wrong data"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeerMatrix:
-    """devices: the GPU of each rank. trouble: (reader, source) of GPUs that cannot, and why."""
+    """Called with ranks i, j: whether i can read j's memory itself; ranks of one GPU always can.
+
+    devices: the GPU of each rank. trouble: (reader, source) of GPUs that cannot, and why.
+    """
 
     devices: tuple[int, ...]
     trouble: Mapping[tuple[int, int], str]
 
-    def direct(self, i: int, j: int) -> bool:
-        """Whether rank i can read rank j's memory itself: ranks of one GPU always can."""
+    def __call__(self, i: int, j: int) -> bool:
         return (self.devices[i], self.devices[j]) not in self.trouble
+
+
+def matrix_lines(matrix: PeerMatrix) -> list[str]:
+    """A table of ranks: "peer" where the row's takes from the column's itself, else "staged"."""
+    ranks = range(len(matrix.devices))
+    words = [
+        ["-" if i == j else "peer" if matrix(i, j) else "staged" for j in ranks] for i in ranks
+    ]
+    cells = [["", *map(str, matrix.devices)]]
+    cells += [[str(d), *row] for d, row in zip(matrix.devices, words, strict=True)]
+    return ["".join(f"{cell:>8}" for cell in row) for row in cells]
 
 
 def check_peers(devices: Sequence[Device], announce: Callable[[str], None]) -> PeerMatrix:

@@ -10,7 +10,7 @@ from llmq_nb.config import Recompute
 
 
 @click.command("bench")
-@click.argument("what", type=click.Choice(["data", "step", "kernels", "matmul", "offload"]))
+@click.argument("what", type=click.Choice(["data", "step", "kernels", "matmul", "offload", "comm"]))
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures."
 )
@@ -40,10 +40,16 @@ from llmq_nb.config import Recompute
 @click.option(
     "--breakdown", is_flag=True, help="Milliseconds an operation, beside its budget (step)."
 )
-def command(what: str, json_file: Path | None, breakdown: bool, **options: Any) -> None:
+@click.option(
+    "--devices", help="The GPU of each rank, such as 0,1 or 0,0 (comm); every GPU by default."
+)
+def command(
+    what: str, json_file: Path | None, breakdown: bool, devices: str | None, **options: Any
+) -> None:
     """Measure WHAT: data, the token loader; step, whole training steps on the GPU; kernels, every
     memory-bound kernel beside a copy; matmul, the products of a step of the models; offload, the
-    link to pinned host memory, which `plan` and memory.policy = "auto" use from then on."""
+    link to pinned host memory, which `plan` and memory.policy = "auto" use from then on; comm,
+    copies and collectives between ranks."""
     if json_file is not None:
         _check_place(json_file)
     if what == "data":
@@ -54,6 +60,8 @@ def command(what: str, json_file: Path | None, breakdown: bool, **options: Any) 
         figures = _matmul(options["models"], options["micro_batch"] * options["seq_len"])
     elif what == "offload":
         figures = _offload()
+    elif what == "comm":
+        figures = _comm(devices)
     else:
         figures = _steps(breakdown, **options)
     if json_file is not None:
@@ -235,3 +243,30 @@ def _offload() -> dict[str, Any]:
     Console(width=100).print(table)
     click.echo(f"kept in {keep_link(device.name, link)}: plan and auto use it on this machine")
     return {"device": device.name, **figures}
+
+
+def _comm(devices: str | None) -> list[dict[str, Any]]:
+    import dataclasses
+    from importlib.util import find_spec
+
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from llmq_nb.core.sizes import format_bytes
+    from llmq_nb.train import bench_comm
+
+    ordinals = bench_comm.chosen_devices(devices)
+    measured = bench_comm.measure_comm(ordinals, announce=click.echo)
+    figures = {(x.collective, x.transport, x.nbytes): x.gb_per_s for x in measured}
+    for transport in dict.fromkeys(x.transport for x in measured):
+        what = {"peer": "peer copies", "staged": "copies through host memory"}[transport]
+        numbers = [Column(name, justify="right") for name in bench_comm.COLLECTIVES]
+        title = f"GB/s a rank receives, ranks on GPUs {', '.join(map(str, ordinals))}: {what}"
+        table = Table(Column("tensor", justify="right"), *numbers, title=title)
+        for nbytes in dict.fromkeys(x.nbytes for x in measured):
+            cells = (figures[name, transport, nbytes] for name in bench_comm.COLLECTIVES)
+            table.add_row(format_bytes(nbytes), *(f"{x:.2f}" for x in cells))
+        Console(width=100).print(table)
+    found = find_spec("nccl") is not None
+    click.echo(f"NCCL: not measured (nccl4py is {'not used yet' if found else 'not installed'})")
+    return [dataclasses.asdict(x) for x in measured]

@@ -25,7 +25,7 @@ class Node:
     """An operation: after `before`, it does `work`."""
 
     before: list[int]
-    work: Callable[[], None]
+    work: Callable[[], object]
     reads: list[Span] = dataclasses.field(default_factory=list)
     writes: list[Span] = dataclasses.field(default_factory=list)
 
@@ -50,8 +50,8 @@ class Event:
     capture: int = -1
 
 
-def move(target: int, source: int, nbytes: int) -> Callable[[], None]:
-    return lambda: ctypes.memmove(target, source, nbytes) and None
+def move(target: int, source: int, nbytes: int) -> Callable[[], object]:
+    return lambda: ctypes.memmove(target, source, nbytes)
 
 
 class Cuda:
@@ -103,7 +103,7 @@ class Cuda:
     def add(
         self,
         stream: int,
-        work: Callable[[], None],
+        work: Callable[[], object],
         reads: Sequence[Span] = (),
         writes: Sequence[Span] = (),
     ) -> int:

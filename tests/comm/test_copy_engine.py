@@ -131,11 +131,12 @@ class Ranks:
                 self.links[r].record(self.taken[r])
 
     def expected(self, rounds: int) -> np.ndarray:
-        return sum(
+        parts = [
             np.random.default_rng((seed, r)).integers(0, 1 << 20, self.n, np.uint32)
             for seed in range(rounds)
             for r in range(len(self.links))
-        )
+        ]
+        return np.stack(parts).sum(axis=0, dtype=np.uint32)
 
 
 @pytest.mark.parametrize("queue", [False, True])

@@ -1,5 +1,6 @@
 """The links that look for missing orders find them, and nothing where there are none."""
 
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +10,7 @@ from llmq_nb.comm.collectives import rows
 from llmq_nb.comm.link import Pull
 from llmq_nb.core.dtype import DType
 from llmq_nb.core.tensor import Tensor
-from tests.comm.late_link import LateLink, early, late, late_links, mixed, on_queue
+from tests.comm.late_link import LateLink, LateRanks, early, late, late_links, mixed, on_queue
 
 WHEN = [late, early, mixed(1), mixed(2)]
 
@@ -66,9 +67,23 @@ def test_what_is_ordered_is_right_at_any_time(when, ranks: int) -> None:
     np.testing.assert_array_equal(all_reduce(when, ranks, 4), expected(ranks, 4))
 
 
-def test_a_reader_that_does_not_wait_is_found() -> None:
-    found = all_reduce(late, 3, 4, "here")
-    assert np.isnan(found).all()
+@pytest.mark.parametrize("leave_out", ["here", "taken", "written"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_missing_order_is_found(leave_out: str, ranks: int) -> None:
+    """Though each rank's compute is late enough for the others by chance."""
+    try:
+        found = all_reduce(late, ranks, 4, leave_out)
+    except AssertionError as error:
+        assert "race" in str(error)
+    else:
+        assert leave_out == "here" and np.isnan(found).all()
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("leave_out", ["taken", "written"])
+def test_races_of_ranks_are_found_at_any_time(when, leave_out: str) -> None:
+    with pytest.raises(AssertionError, match="race"):
+        all_reduce(when, 2, 4, leave_out)
 
 
 def test_a_source_that_is_written_again_too_early_is_found() -> None:
@@ -80,20 +95,25 @@ def test_a_source_that_is_written_again_too_early_is_found() -> None:
         if wait:
             links[1].wait(done)
         source[:] = 4.0
-        links[0].join()
-        assert (target == 3.0).all() == wait
+        if wait:
+            links[0].join()
+            assert (target == 3.0).all()
+        else:
+            with pytest.raises(AssertionError, match="race"):
+                links[0].join()
 
 
 def test_a_copy_before_its_source_is_written_is_found() -> None:
     """Rank 0 takes before rank 1 has written, in the order of the calls."""
-    for when, right in ((early, False), (late, True)):
+    for when in WHEN:
         links = late_links(2, when)
         source, target = np.zeros(4, np.float32), np.zeros(4, np.float32)
         done = links[0].mark()
         links[0].pull([pull(target, source, 1)], done=done)
         source[:] = 5.0
-        links[0].wait(done)
-        assert (target == 5.0).all() == right
+        with pytest.raises(AssertionError, match="race"):
+            links[0].wait(done)
+            links[1].record(links[1].mark())
 
 
 def test_a_reader_that_goes_on_for_too_long_is_found() -> None:
@@ -173,3 +193,53 @@ def test_set_is_behind_the_queue_and_other_marks(when) -> None:
     b.set(both, after=[first])
     a.wait(both)
     assert (y == 1.0).all() and (z == 1.0).all()
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_links_of_one_rank_know_of_each_other(when) -> None:
+    """What rank 1's compute waited for on one link counts for what it sends on another."""
+    ranks = LateRanks(when)
+    (a0, a1), (b0, _) = ranks(2), ranks(2)
+    source, target = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    for n in range(3):
+        source[:] = n
+        written, taken = a1.mark(), b0.mark()
+        a1.record(written)
+        b0.pull([pull(target, source, 1)], done=taken, after=[written])
+        a1.wait(taken)
+        a0.wait(taken)
+        assert (target == n).all()
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_chain_of_copies_needs_its_marks(when) -> None:
+    """Rank 0 takes what rank 1's queue brought from rank 2."""
+    for ordered in (True, False):
+        a, b, c = late_links(3, when)
+        first, second, third = (np.zeros(4, np.float32) for _ in range(3))
+        found = []
+        with contextlib.nullcontext() if ordered else pytest.raises(AssertionError, match="race"):
+            for n in range(1, 4):
+                written, done, end = c.mark(), b.mark(), a.mark()
+                first[:] = n
+                c.record(written)
+                b.pull([pull(second, first, 2)], done=done, after=[written])
+                a.pull([pull(third, second, 1)], done=end, after=[done] if ordered else [])
+                for link in (a, b, c):
+                    link.wait(end)
+                    link.wait(done)
+                found.append(third[0])
+        if ordered:
+            assert found == [1, 2, 3]
+
+
+def test_what_the_host_writes_between_steps_is_no_race() -> None:
+    a, b = late_links(2)
+    source, target = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    for n in range(3):
+        source[:] = n
+        a.reset()
+        b.reset()
+        a.pull([pull(target, source, 1)])
+        a.join()
+        assert (target == n).all()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmq_nb.comm import topology
-from llmq_nb.comm.topology import NO_ACCESS, WRONG_DATA, check_peers
+from llmq_nb.comm.topology import NO_ACCESS, WRONG_DATA, check_peers, matrix_lines
 
 
 class Driver:
@@ -101,7 +101,7 @@ def test_all_peers(gpus) -> None:
     for _ in range(2):  # the second time it is enabled already
         matrix = check_peers(devices, said.append)
         assert matrix.trouble == {} and said == []
-        assert all(matrix.direct(i, j) for i in range(3) for j in range(3))
+        assert all(matrix(i, j) for i in range(3) for j in range(3))
     assert len(driver.enabled) == 6 and driver.memory == {} and driver.current == 0
 
 
@@ -114,7 +114,7 @@ def test_each_ordered_pair_is_on_its_own(gpus) -> None:
         (2, 1): NO_ACCESS,
         (1, 2): "peer access refused (CUDA_ERROR_TOO_MANY_PEERS)",
     }
-    assert matrix.direct(1, 0) and not matrix.direct(0, 1)
+    assert matrix(1, 0) and not matrix(0, 1)
     assert said == [
         "GPUs 0 <- 1, 2 <- 1: no peer access; copies go through host memory",
         "GPUs 1 <- 2: peer access refused (CUDA_ERROR_TOO_MANY_PEERS); "
@@ -153,7 +153,7 @@ def test_access_that_lies_is_not_used(fault, gpus) -> None:
     said: list[str] = []
     matrix = check_peers(devices, said.append)
     assert dict(matrix.trouble) == {(1, 0): WRONG_DATA}
-    assert matrix.direct(0, 1) and not matrix.direct(1, 0)
+    assert matrix(0, 1) and not matrix(1, 0)
     assert driver.enabled == {(0, 1)} and driver.memory == {}
     (line,) = said
     assert line.startswith("GPUs 1 <- 0: ") and "\n" not in line
@@ -162,5 +162,15 @@ def test_access_that_lies_is_not_used(fault, gpus) -> None:
 def test_ranks_of_one_gpu_are_direct(gpus) -> None:
     _, (a, b) = gpus(2, no={(0, 1), (1, 0)})
     matrix = check_peers([a, a, b, b], lambda line: None)
-    direct = [[matrix.direct(i, j) for j in range(4)] for i in range(4)]
+    direct = [[matrix(i, j) for j in range(4)] for i in range(4)]
     assert direct == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+
+
+def test_the_matrix_as_a_table(gpus) -> None:
+    _, devices = gpus(3, no={(0, 2), (2, 1)})
+    assert matrix_lines(check_peers(devices, lambda line: None)) == [
+        "               0       1       2",
+        "       0       -    peer  staged",
+        "       1    peer       -    peer",
+        "       2    peer  staged       -",
+    ]
