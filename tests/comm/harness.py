@@ -123,9 +123,15 @@ def run(
     *,
     steps: int = 2,
     transfer: Any = None,
+    prepare: Callable[[Any], None] = lambda ops: None,
 ) -> tuple[Any, ...]:
-    """(losses and norms of the steps and an evaluation, the whole state as bits)."""
+    """(losses and norms of the steps and an evaluation, the whole state as bits).
+
+    prepare: takes each rank's operations before the first step.
+    """
     engine = engine_of(config, model, links, transfer)
+    for rank in engine.ranks:
+        prepare(rank.ops)
     results = []
     for step in range(steps):
         data = batch(config, model, step)
