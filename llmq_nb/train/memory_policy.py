@@ -78,9 +78,12 @@ def _on_gpu(config: Config, batch_bytes: int) -> tuple[Config, int, int | None, 
     rates = with_measured_link(rates, device.name)
     available = pinnable_bytes()
     host = host_room(config, None if available is None else available - batch_bytes - PYTHON)
+    if host is not None:
+        host //= config.world_size
     if under_wsl():
         host = WSL_PINNED if host is None else min(host, WSL_PINNED)
-    planned, room = with_fp8_units(config, device), room_now(config, device.free_bytes())
+    planned = with_fp8_units(config, device)
+    room = room_now(config, device.free_bytes()) // config.ranks_per_device
     return planned, room, 0 if device.integrated else host, rates
 
 
