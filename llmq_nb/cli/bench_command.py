@@ -41,7 +41,16 @@ from llmq_nb.config import Recompute
     "--breakdown", is_flag=True, help="Milliseconds an operation, beside its budget (step)."
 )
 @click.option(
-    "--devices", help="The GPU of each rank, such as 0,1 or 0,0 (comm); every GPU by default."
+    "--devices",
+    help="The GPU of each rank, such as 0,1 or 0,0 (comm, step); by default every GPU (comm), or"
+    " the first (step).",
+)
+@click.option(
+    "--shard",
+    "shards",
+    multiple=True,
+    type=click.Choice(["weights", "gradients"]),
+    help="Over the ranks (step). May be repeated.",
 )
 def command(
     what: str, json_file: Path | None, breakdown: bool, devices: str | None, **options: Any
@@ -63,7 +72,7 @@ def command(
     elif what == "comm":
         figures = _comm(devices)
     else:
-        figures = _steps(breakdown, **options)
+        figures = _steps(breakdown, devices, **options)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
@@ -88,15 +97,20 @@ def _data() -> dict[str, Any]:
 
 def _steps(
     breakdown: bool,
+    devices: str | None,
     models: tuple[str, ...],
     matmuls: tuple[str, ...],
     reference: bool,
     fast_accumulation: bool,
+    shards: tuple[str, ...],
     **options: Any,
 ) -> list[dict[str, Any]]:
+    import dataclasses
+
     from rich.console import Console
     from rich.table import Table
 
+    from llmq_nb.core.errors import UserError
     from llmq_nb.train.bench_step import REFERENCE, Setting, measure, reference_setting
 
     table = Table(
@@ -110,10 +124,25 @@ def _steps(
         for model in models
         for matmul in matmuls
     ]
+    from llmq_nb.train.bench_comm import chosen_devices
+
+    ranks = (0,) if devices is None else tuple(chosen_devices(devices))
+    if breakdown and len(ranks) > 1:
+        mend = "leave one of them out: operations are timed on one rank"
+        raise UserError("--breakdown with several --devices", mend=mend)
     rows = []
-    for setting in settings:
+    for one in settings:
+        setting = dataclasses.replace(
+            one,
+            devices=ranks,
+            shard_weights="weights" in shards,
+            shard_gradients="gradients" in shards,
+        )
         row = measure(setting, breakdown=breakdown)
         rows.append(row)
+        # said at once: a later setting may fail
+        said = f"{setting.model} {setting.matmul}: {row['tokens_per_second']:,} tokens/s"
+        click.echo(said, err=True)
         beside = []
         if reference:
             theirs = REFERENCE[setting.model, setting.matmul][-1]
@@ -122,7 +151,8 @@ def _steps(
         table.add_row(
             setting.model,
             setting.matmul + ", fast" * setting.fast_accumulation,
-            f"{setting.micro_batch}x{setting.grad_accumulation}",
+            f"{setting.micro_batch}x{setting.grad_accumulation}"
+            + f" on {len(ranks)}" * (len(ranks) > 1),
             f"{row['tokens_per_second']:,}",
             f"{100 * row['mfu']:.1f}",
             f"{row['seconds_per_step']:.3f}",

@@ -21,6 +21,7 @@ from llmq_nb.config import (
     MemoryConfig,
     ModelSection,
     OptimizerConfig,
+    ParallelConfig,
     PrecisionConfig,
     RunConfig,
 )
@@ -52,6 +53,9 @@ class Setting:
     head_chunks: int = 1
     recompute: tuple[Any, ...] = ()
     fast_accumulation: bool = False
+    devices: tuple[int, ...] = (0,)
+    shard_weights: bool = False
+    shard_gradients: bool = False
 
     def config(self) -> Config:
         """BF16 states, as LLMQ's published runs have them."""
@@ -70,6 +74,11 @@ class Setting:
             ),
             optimizer=OptimizerConfig(master="bf16", m="bf16", v="bf16"),
             memory=MemoryConfig(head_chunks=self.head_chunks, recompute=self.recompute),
+            parallel=ParallelConfig(
+                devices=self.devices,
+                shard_weights=self.shard_weights,
+                shard_gradients=self.shard_gradients,
+            ),
         )
 
 
@@ -106,13 +115,13 @@ def reference_setting(model: str, matmul: str, *, fast_accumulation: bool) -> Se
 def random_batch(config: Config, model: ModelConfig) -> StepBatch:
     """Uniformly random tokens, one document a row."""
     b = config.batch
-    shape = (b.grad_accumulation, 1, b.micro_batch, b.seq_len)
+    shape = (b.grad_accumulation, config.world_size, b.micro_batch, b.seq_len)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.V, shape, np.int32)
     targets = rng.integers(0, model.V, shape, np.int32)
     batch = StepBatch(tokens, targets, np.zeros(shape, np.int32), targets.size, Position())
-    for m in range(b.grad_accumulation):
-        batch.token_order(m, 0)
+    for m, r in itertools.product(range(b.grad_accumulation), range(config.world_size)):
+        batch.token_order(m, r)
     return batch
 
 
@@ -152,6 +161,7 @@ def measure(setting: Setting, *, breakdown: bool = False) -> dict[str, Any]:
                 seq_len=setting.seq_len,
                 matmul=DType.E4M3 if setting.matmul == "e4m3" else DType.BF16,
                 peak=peak_of(engine.device.name),
+                devices=len(set(setting.devices)),
             ),
             4,
         ),

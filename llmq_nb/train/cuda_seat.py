@@ -91,7 +91,7 @@ def ranks_of(config: Config, seats: Sequence[CudaSeat]) -> tuple[Seats, list[Mak
         if config.parallel.peer_copies == "off":
             peers = lambda i, j: False  # noqa: E731
         else:
-            peers = check_peers(devices, announce).direct
+            peers = check_peers(devices, announce)
         sets = [make_links(devices, streams, direct=peers) for _ in range(LINKS)]
         for r, seat in enumerate(seats):
             seat.links = tuple(links[r] for links in sets)
