@@ -50,8 +50,10 @@ def _attention() -> list[Part]:
 
 
 PARTS = [
+    Part("accumulate", "test_accumulate", "not host"),
     Part("adamw", "test_adamw", "4101 or not_finite"),
     Part("bias", "test_bias", "not 32768"),
+    Part("combine", "test_combine", "test_combine or test_flags"),
     Part(
         "cross_entropy",
         "test_cross_entropy",
