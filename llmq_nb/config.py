@@ -193,6 +193,9 @@ class MemoryConfig:
     """Buffers that live in pinned host memory."""
     transfer: Literal["auto", "copy", "zero_copy"] = "auto"
     """How offloaded optimizer states reach the GPU."""
+    write_combined: bool = False
+    """Pin it past the host's caches: `llmq-nb bench offload` shows whether the link gains; pinning
+    and checkpoints take longer."""
     keep_quants: bool = True
     """Keep the FP8 weights between steps; false requantises them from the master copy."""
     head_chunks: int = 1

@@ -51,7 +51,12 @@ def check_host(plan: Plan, config: Config) -> None:
 
 def host_memory(plan: Plan, config: Config) -> HostMemory:
     """Pin what the plan puts on the host, with lines of progress. UserError."""
-    return HostMemory(plan.host_chunks(), limit=host_limit(config), announce=announce)
+    return HostMemory(
+        plan.host_chunks(),
+        limit=host_limit(config),
+        write_combined=config.memory.write_combined,
+        announce=announce,
+    )
 
 
 def tensors_at(plan: Plan, base: int, host: HostMemory | None) -> dict[str, Tensor]:
