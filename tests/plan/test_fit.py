@@ -85,6 +85,12 @@ def test_choice_is_the_fastest_of_all_that_fit(run, card, share):
     assert choice.total == total(chosen, model) <= limit
     assert choice.seconds == pytest.approx(min(fitting), rel=1e-9)
     assert choice.seconds == pytest.approx(step_seconds(chosen, model, CARDS[card]), rel=1e-12)
+    fewest: dict[Setting, float] = {}  # of each setting of the other levers, chunks rising
+    for s, size, t in zip(settings(config, offload=False), sizes, times, strict=True):
+        if size <= limit:
+            fewest.setdefault(dataclasses.replace(s, head_chunks=1), t)
+    ranked = [c.seconds for c in search.ranked(limit, None, 7)]
+    assert ranked == pytest.approx(sorted(fewest.values())[:7], rel=1e-9)
 
 
 @quick
