@@ -83,16 +83,18 @@ def train_from(
 ) -> dict[str, Any]:
     """Run `llmq-nb train` until it has logged `steps` steps, at most `limit` seconds."""
     work.mkdir(parents=True, exist_ok=True)
+    out = roomy(work) / "fit-run"
+    shutil.rmtree(out, ignore_errors=True)
     sets = [
-        f"model.path={folder}", f"run.out_dir={work}/run", f"data.train={work}/train.zarr",
+        f"model.path={folder}", f"run.out_dir={out}", f"data.train={work}/train.zarr",
         f"data.validation={work}/validation.zarr", "schedule.warmup_steps=1", "schedule.steps=1000",
         "checkpoint.every=0", "eval.every=0", "log.device_every=0", *sets,
     ]  # fmt: skip
     argv = [sys.executable, "-m", "llmq_nb", "train", f"configs/{config}.toml"]
     argv += [word for s in sets for word in ("--set", s)]
-    start, log = time.perf_counter(), work / "run" / "log.jsonl"
-    with (work / "train.txt").open("w") as out:
-        process = subprocess.Popen(argv, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    start, log = time.perf_counter(), out / "log.jsonl"
+    with (work / "train.txt").open("w") as said_to:
+        process = subprocess.Popen(argv, cwd=ROOT, stdout=said_to, stderr=subprocess.STDOUT)
 
     def alive() -> bool:
         late = time.perf_counter() - start > limit
@@ -116,6 +118,12 @@ def train_from(
         "said": said[:4] + said[-4:],
         "ok": len(found) >= steps,
     }
+
+
+def roomy(work: Path) -> Path:
+    """The folder, or memory's where its disk is too small for the checkpoint that is never made."""
+    places = (work, Path("/dev/shm"))
+    return max((p for p in places if p.is_dir()), key=lambda p: shutil.disk_usage(p).free)
 
 
 def steps_of(log: Path) -> list[dict[str, Any]]:
