@@ -5,6 +5,7 @@
     python -m bench.fit exact                               twelve configs, planned against measured
     python -m bench.fit flat                                500 steps whose memory must not grow
     python -m bench.fit auto --model M --limit 15GiB        auto's choice against 24 settings
+    python -m bench.fit disk [NAME]                         m and v on the disk, or pinned
 
 Each run is a child of its own under its `memory.device_limit`; its memory is sampled from outside
 as nvidia-smi counts it (`fit_watch`). --beside adds the same run with everything on the device.
@@ -15,10 +16,11 @@ import json
 import shutil
 from pathlib import Path
 
-from bench import fit_auto, fit_exact, fit_pretrained, fit_runs
+from bench import fit_auto, fit_disk, fit_exact, fit_pretrained, fit_runs
 
 PRESETS = ("qwen2.5-7b-1x16gb-64gb-host", "qwen2.5-14b-1x24gb", "qwen2.5-0.5b-1x4gb")
 PRETRAINED = "qwen2.5-7b-1x16gb-64gb-host"
+ON_DISK = "qwen2.5-0.5b-1x4gb"
 
 
 def presets(args: argparse.Namespace) -> None:
@@ -45,6 +47,13 @@ def pretrained(args: argparse.Namespace) -> None:
     )
 
 
+def disk(args: argparse.Namespace) -> None:
+    args.work.mkdir(parents=True, exist_ok=True)
+    name = args.names[0] if args.names else ON_DISK
+    for row in fit_disk.run(name, args.work, args.accumulation or 4, args.steps):
+        print(json.dumps(row), flush=True)
+
+
 def flat(args: argparse.Namespace) -> None:
     work = args.work / "flat"
     try:
@@ -57,7 +66,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("preset", "pretrained", "exact", "flat", "auto"))
+    parts = {"preset": presets, "pretrained": pretrained, "flat": flat, "disk": disk}
+    parser.add_argument("part", choices=(*parts, "exact", "auto"))
     parser.add_argument("names", nargs="*", help="configs, without .toml")
     parser.add_argument("--accumulation", type=int, help="micro-batches a step, in place of theirs")
     parser.add_argument("--steps", type=int, default=2)
@@ -75,7 +85,7 @@ def main() -> None:
         limits = args.limit or ["7.5GiB", "15GiB", "23GiB", "80GiB"]
         fit_auto.run(models, limits, args.seconds, args.done)
     else:
-        {"preset": presets, "pretrained": pretrained, "flat": flat}[args.part](args)
+        parts[args.part](args)
 
 
 if __name__ == "__main__":

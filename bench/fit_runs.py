@@ -121,7 +121,7 @@ def train(config: Config, model: ModelConfig, steps: int) -> dict[str, Any]:
         "plan_host_bytes": engine.plan.host_total,
         "asked_bytes": asked.device,
         "pinned_bytes": asked.pinned,
-        "ring_bytes": sum(slot.memory.nbytes for slot in engine._ring.slots),
+        "ring_bytes": sum(slot.memory.nbytes for slot in engine.seats[0].ring.slots),
         "pinning_seconds": round(engine.host.seconds, 1),
         "context_mib": round(context, 1),
         "built_mib": round(built, 1),
@@ -160,7 +160,7 @@ def copies_alone(engine: CudaEngine, runs: int = 2) -> float:
         for _ in range(1 + runs):
             start, end = create_event(timing=True), create_event(timing=True)
             record_event(start, engine.stream)
-            run_micro_step(engine.ranks, False, False)
+            run_micro_step(engine.ranks, False, True, False)
             record_event(end, engine.stream)
             seconds.append(elapsed_seconds(start, end))
     finally:

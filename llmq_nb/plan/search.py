@@ -140,9 +140,9 @@ class Search:
         """Of all states; "auto" reads and writes them in place."""
 
         def seconds(transfer: Transfer) -> float:
-            memory = dataclasses.replace(
-                self.config.memory, offload=("m", "v", "master"), transfer=transfer
-            )
+            states: tuple[Offload, ...] = ("m", "v", "master")
+            moved = tuple(s for s in states if s not in self.config.memory.disk)
+            memory = dataclasses.replace(self.config.memory, offload=moved, transfer=transfer)
             config = dataclasses.replace(self.config, memory=memory)
             return total(optimizer_work(config, self.model, self.rates))
 

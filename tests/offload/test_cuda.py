@@ -171,6 +171,20 @@ def test_host_memory_is_zeros_that_the_device_reads(way, monkeypatch):
     memory.close()
 
 
+@pytest.mark.parametrize("storage", STORAGE)
+def test_states_on_the_disk_keep_the_bits(storage, monkeypatch, tmp_path):
+    """m, v or both; the update is launched, the micro-steps are graphs."""
+    monkeypatch.setattr(places, "STREAMED", 1 << 10)
+    monkeypatch.chdir(tmp_path)
+    want, tuning = resident(storage, 2)
+    for states in (("m",), ("v",), ("m", "v")):
+        config = offload_config(storage, [x for x in LEVERS if x not in states], "copy")
+        memory = dataclasses.replace(config.memory, disk=states)
+        found, _ = run(dataclasses.replace(config, memory=memory), tuning)
+        assert found == want, states
+    assert not list(tmp_path.iterdir())
+
+
 def test_write_combined_memory_keeps_the_bits():
     want, tuning = resident("e4m3, kept quants", 2)
     config = offload_config("e4m3, kept quants", LEVERS)
