@@ -3,7 +3,7 @@
     figures, taken = in_child(work, config)        a function in a fork of this process
     taken = watch(process.pid, alive)              any process
 
-nvidia-smi asks NVML; so does this, 20 times a second from outside, and keeps the largest answer.
+nvidia-smi asks NVML; so does this, up to 20 times a second from outside, and keeps the largest.
 The fork needs a process without a CUDA context; it spares each child the imports.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import multiprocessing
 import os
+import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -38,20 +39,28 @@ def process_mib(pid: int | None = None) -> float:
 
     In a container whose process ids NVML does not know, that of the largest process that it shows.
     """
-    nvml = _nvml()
-    used: dict[int, int] = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            used[p.pid] = used.get(p.pid, 0) + (p.usedGpuMemory or 0)
+    used = _used_bytes()
     own = os.getpid() if pid is None else pid
     return used.get(own, max(used.values(), default=0)) / 2**20
 
 
-def _nvml() -> Any:
-    nvml = importlib.import_module("pynvml")
+def _used_bytes() -> dict[int, int]:
+    """By process; NVML through nvidia-ml-py, or nvidia-smi where it is not installed."""
+    used: dict[int, int] = {}
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory"]
+        query.append("--format=csv,noheader,nounits")
+        out = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        pairs = [line.split(",") for line in out.splitlines()]
+        return {int(pid): int(mib) << 20 for pid, mib in pairs if mib.strip().isdigit()}
     nvml.nvmlInit()  # counts its callers, and answers at once from the second time on
-    return nvml
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            used[p.pid] = used.get(p.pid, 0) + (p.usedGpuMemory or 0)
+    return used
 
 
 def status_mib(pid: int | str, key: str) -> float:
