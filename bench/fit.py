@@ -28,12 +28,15 @@ def presets(args: argparse.Namespace) -> None:
     for name in args.names or PRESETS:
         try:
             config, model = fit_runs.load(name, args.accumulation)
-            moved = fit_runs.measured(name, config, model, args.steps)
-            print(json.dumps(moved), flush=True)
-            if args.beside:
+            moved = plain = None
+            if not args.only_beside:
+                moved = fit_runs.measured(name, config, model, args.steps)
+                print(json.dumps(moved), flush=True)
+            if args.beside or args.only_beside:
                 plain = fit_runs.uncapped(config)
                 plain = fit_runs.measured(f"{name}, all on the device", plain, model, args.steps)
                 print(json.dumps(plain), flush=True)
+            if moved is not None and plain is not None:
                 print(json.dumps(fit_runs.hidden(moved, plain)), flush=True)
         except RuntimeError as error:
             print(json.dumps({"run": name, "failed": str(error)}), flush=True)
@@ -72,6 +75,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, help="micro-batches a step, in place of theirs")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--only-beside", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("/tmp/llmq-nb-fit"), help="for files")
     parser.add_argument("--seconds", type=float, default=150.0, help="of exact and auto")
     parser.add_argument("--model", action="append")

@@ -4,10 +4,10 @@ ones.
 
     step = first micro-step + (accumulation - 1) * other micro-step + update
 
-from GPU times of the recorded graphs, a step or two of two micro-batches at most after a warm one.
-One process a model; pinned memory is taken once and used again. What one limit has measured counts
-for the others. A line a setting, and one that judges each limit; an earlier file of lines (`done`)
-is not measured again.
+from the GPU times of the recorded graphs, each replayed up to five times after its first run;
+updates are timed once for all settings that share one. One process a model; pinned memory is taken
+once. What one limit has measured counts for the others. A line a setting, and one that judges each
+limit; an earlier file of lines (`done`) is not measured again.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.bench_offload import timed_graphs
 from bench.fit_watch import in_child
 from llmq_nb.config import (
     BatchConfig,
@@ -31,7 +30,7 @@ from llmq_nb.config import (
     PrecisionConfig,
     RunConfig,
 )
-from llmq_nb.core.device import elapsed_seconds, open_device
+from llmq_nb.core.device import create_event, elapsed_seconds, open_device, record_event
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.host import pinnable_bytes
 from llmq_nb.core.sizes import parse_bytes
@@ -43,15 +42,18 @@ from llmq_nb.plan.limits import LIMIT_RESERVE, PYTHON
 from llmq_nb.plan.measured import with_measured_link
 from llmq_nb.plan.rates import rates_of
 from llmq_nb.plan.search import Search
-from llmq_nb.train import engine_cuda
+from llmq_nb.train import cuda_seat, engine_cuda
 from llmq_nb.train.bench_step import random_batch
+from llmq_nb.train.engine import step_scalars
 from llmq_nb.train.initial import set_random_weights
+from llmq_nb.train.step import optimizer_step
 
-HIGHEST, RANDOM = 12, 12
+HIGHEST, RANDOM, SEED = 12, 12, 3
 SEQUENCES, SEQ_LEN = 32, 1024
 """Of an optimizer step."""
-LONG = 0.4
-"""Seconds of a step from which one is enough."""
+LONG = 0.1
+"""Seconds of a graph from which one replay is enough."""
+Updates = dict[tuple[Any, ...], float]
 Done = dict[str, dict[str, Any]]
 
 
@@ -154,12 +156,13 @@ def run_model(model: str, limits: list[str], seconds: float, known: Done) -> Non
     rates = with_measured_link(rates_of(device.name), device.name)
     available = pinnable_bytes()
     host = None if available is None else available - 2 * PYTHON
-    engine_cuda.host_memory = lambda plan, config: Pool(_chunks(plan))  # pyright: ignore
+    cuda_seat.host_memory = lambda plan, config: Pool(_chunks(plan))  # pyright: ignore
+    updates: Updates = {}
     for index, text in enumerate(limits):
         config = base(model, text)
         limit = parse_bytes(text, where="--limit") - LIMIT_RESERVE
         search = Search(config, preset(model), rates)
-        named = candidates(search, limit, host, seed=len(text))
+        named = candidates(search, limit, host, seed=SEED)
         if not named:
             print(json.dumps({"model": model, "limit": text, "fits": 0}), flush=True)
             continue
@@ -170,7 +173,7 @@ def run_model(model: str, limits: list[str], seconds: float, known: Done) -> Non
             if key not in known:
                 if time.perf_counter() > until:
                     continue
-                known[key] = line = time_setting(model, setting, search)
+                known[key] = line = time_setting(model, setting, search, updates)
                 print(json.dumps({"key": key, **line}), flush=True)
             if "failed" not in known[key]:
                 rows.append((kind, setting, known[key]))
@@ -181,38 +184,67 @@ def _chunks(plan: Plan) -> list[tuple[int, int]]:
     return plan.host_chunks(1 << 30)
 
 
-def time_setting(model: str, setting: Setting, search: Search) -> dict[str, Any]:
+def time_setting(model: str, setting: Setting, search: Search, updates: Updates) -> dict[str, Any]:
     """Seconds of an optimizer step, measured and predicted."""
     start, shape = time.perf_counter(), preset(model)
     config = setting.applied(search.config)
-    accumulation = min(setting.grad_accumulation, 2)
-    batch_config = dataclasses.replace(config.batch, grad_accumulation=accumulation)
-    config = dataclasses.replace(config, batch=batch_config)
     try:
         engine = engine_cuda.CudaEngine(config, shape)
     except UserError as error:
         return {"failed": str(error)}
     ready = time.perf_counter() - start
     set_random_weights(engine, shape)
-    batch = random_batch(config, shape)
-    engine.train_step(batch, step=0, updates=0, learning_rate=1e-4)
-    events = timed_graphs(engine)
-    for step in range(1, 2 if search.seconds(setting) > LONG else 3):
-        engine.train_step(batch, step=step, updates=step, learning_rate=1e-4)
-    gpu = {name: min(itertools.starmap(elapsed_seconds, pairs)) for name, pairs in events.items()}
-    engine.close()
-    first, update = gpu["first micro-step"], gpu["optimizer step"]
-    other = gpu.get("micro-step", first)
-    seconds = first + (setting.grad_accumulation - 1) * other + update
-    return {
-        "seconds": round(seconds, 4),
+    work = {"first micro-step": lambda: engine_cuda.run_micro_step(engine.ranks, True, True, False)}
+    if setting.grad_accumulation > 1:
+        work["micro-step"] = lambda: engine_cuda.run_micro_step(engine.ranks, False, True, False)
+    alike = setting.keep_quants, setting.offload, setting.transfer
+    if alike not in updates:  # the other levers do not change it
+        work[engine_cuda.UPDATE] = lambda: optimizer_step(engine.ranks)
+    gpu = graph_seconds(engine, work)
+    updates.setdefault(alike, gpu.get(engine_cuda.UPDATE, 0.0))
+    figures = {
         "predicted": round(search.seconds(setting), 4),
         "gpu": {name: round(value, 4) for name, value in gpu.items()},
         "pinned_gib": round(engine.plan.host_total / 2**30, 2),
         "device_gib": round(engine.plan.total / 2**30, 2),
+    }
+    engine.close()
+    first = gpu["first micro-step"]
+    others = (setting.grad_accumulation - 1) * gpu.get("micro-step", 0.0)
+    return {
+        "seconds": round(first + others + updates[alike], 4),
+        **figures,
         "ready_seconds": round(ready, 1),
         "wall_seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def graph_seconds(engine: Any, work: dict[str, Any]) -> dict[str, float]:
+    """The least GPU time of each recorded graph on a batch of random tokens, after one run."""
+    one = dataclasses.replace(engine.config.batch, grad_accumulation=1)
+    config = dataclasses.replace(engine.config, batch=one)
+    batch = random_batch(config, engine.model)
+    scalars = step_scalars(config, batch, 0, 0, 0, 1e-4)
+    arrays = (batch.tokens[0, 0], batch.targets[0, 0], batch.segment_start[0, 0])
+    engine._refresh_weights()
+    engine.seats[0].ring.send(*arrays, batch.token_order(0, 0), scalars)
+    for name, run in work.items():
+        engine._run(name, run)
+    found = {}
+    for name in work:
+        found[name] = seconds = graph_time(engine, name)
+        for _ in range(min(4, int(LONG / seconds))):
+            found[name] = min(found[name], graph_time(engine, name))
+    return found
+
+
+def graph_time(engine: Any, name: str) -> float:
+    """Of one replay [s]."""
+    start, end = create_event(timing=True), create_event(timing=True)
+    record_event(start, engine.stream)
+    engine._graphs[name].launch(engine.stream)
+    record_event(end, engine.stream)
+    return elapsed_seconds(start, end)
 
 
 def judge(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bench_offload import timed_graphs
-from bench.fit_runs import held, load
+from bench.fit_runs import held, load, tensor_map_bytes
 from bench.fit_watch import Asked, in_child
 from llmq_nb.config import Config
 from llmq_nb.core.device import elapsed_seconds, open_device
@@ -85,6 +85,7 @@ def measure(config: Config, model: ModelConfig, steps: int) -> dict[str, Any]:
         "plan_bytes": engine.plan.total,
         "plan_host_bytes": engine.plan.host_total,
         "asked_bytes": asked.device,
+        "tensor_map_bytes": tensor_map_bytes(),
         "pinned_bytes": asked.pinned,
         "ring_bytes": sum(slot.memory.nbytes for slot in engine.seats[0].ring.slots),
         "losses": losses,

@@ -153,7 +153,7 @@ def flat(work: Path) -> dict[str, Any]:
             losses.append(trainer.step().loss)
             if step % 100 == 0 or step == SETTLED:
                 trainer.evaluate()
-            if step in (SETTLED, STEPS):
+            if step in (SETTLED, 200, 350, STEPS):
                 points[step] = _now(asked)
         seconds = time.perf_counter() - start
         plan = trainer.engine.plan  # pyright: ignore
@@ -186,7 +186,7 @@ def flat_config(work: Path) -> Config:
         data=DataConfig(
             train=str(work / "train.zarr"),
             validation=str(work / "validation.zarr"),
-            sources=("${stdlib}/json/*.py", "${stdlib}/email/*.py", "${stdlib}/asyncio/*.py"),
+            sources=("${stdlib}/json/*.py",),  # 17 steps an epoch: its end is met often
             tokenizer="bytes",
         ),
         schedule=ScheduleConfig(steps=STEPS, warmup_steps=10),
