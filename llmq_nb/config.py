@@ -177,6 +177,7 @@ class ScheduleConfig:
 
 Recompute = Literal["norm", "swiglu", "ffn", "qkv", "attention", "block"]
 Offload = Literal["m", "v", "master", "quants", "gradients", "residual"]
+Disk = Literal["m", "v"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,8 +192,14 @@ class MemoryConfig:
     """Activations that backward computes again instead of keeping."""
     offload: tuple[Offload, ...] = ()
     """Buffers that live in pinned host memory."""
+    disk: tuple[Disk, ...] = ()
+    """Optimizer states that live on the disk of the run's folder, in a file that ends with the run.
+    Each update reads and writes them: slow, for what host memory cannot hold."""
     transfer: Literal["auto", "copy", "zero_copy"] = "auto"
-    """How offloaded optimizer states reach the GPU."""
+    """How offloaded optimizer states reach the GPU; beside `disk` always zero_copy."""
+    write_combined: bool = False
+    """Pin it past the host's caches: `llmq-nb bench offload` shows whether the link gains; pinning
+    and checkpoints take longer."""
     keep_quants: bool = True
     """Keep the FP8 weights between steps; false requantises them from the master copy."""
     head_chunks: int = 1
@@ -201,6 +208,9 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         ok = self.head_chunks >= 1
         check(ok, f"{self.head_chunks}", "memory.head_chunks", "must be at least 1")
+        both = [state for state in self.disk if state in self.offload]
+        what = f"{both} is in memory.offload too"
+        check(not both, what, "memory.disk", "a state has one place: leave it out of one of them")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,10 @@
-"""A `Transfer` of one GPU: asynchronous copies on two streams of its own."""
+"""A `Transfer` of one GPU: asynchronous copies on two streams of its own; and its `Fence`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from llmq_nb.core.device import (
+    Device,
     check,
     create_event,
     create_stream,
@@ -79,3 +80,22 @@ class CudaTransfer:
             wait_event(stream, after)
         self._used[queue] = True
         return stream
+
+
+class CudaFence:
+    """A `Fence` of one stream: an event for each of `count` staging buffers."""
+
+    def __init__(self, device: Device, stream: int, count: int) -> None:
+        self._device, self._stream = device, stream
+        self._events = [create_event() for _ in range(count)]
+
+    @property
+    def launches(self) -> bool:
+        return not is_preparing()
+
+    def record(self, turn: int) -> None:
+        record_event(self._events[turn], self._stream)
+
+    def wait(self, turn: int) -> None:
+        self._device.make_current()  # each thread has its own current context
+        check(driver().cuEventSynchronize(self._events[turn]), "waiting for an update")

@@ -88,7 +88,8 @@ def _check_address(address: int) -> None:
 class HostMemory:
     """chunks: (start, end) offsets, as `Plan.host_chunks` gives them. Zeros. UserError.
 
-    limit: most bytes to pin. announce: takes a line of progress.
+    limit: most bytes to pin. announce: takes a line of progress. write_combined: past the host's
+    caches; the driver must allocate that itself, on one core.
     """
 
     def __init__(
@@ -96,10 +97,12 @@ class HostMemory:
         chunks: Sequence[tuple[int, int]],
         *,
         limit: int | None = None,
+        write_combined: bool = False,
         announce: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._starts = [start for start, _ in chunks]
         self._memory: list[Pinned | Registered] = []
+        self._write_combined = write_combined
         total = sum(end - start for start, end in chunks)
         check_pinnable(total, limit, pinnable_bytes())
         begin, done, told = time.perf_counter(), 0, 0
@@ -129,11 +132,12 @@ class HostMemory:
         self._memory.clear()
 
     def _pin(self, nbytes: int, done: int, total: int) -> Pinned | Registered:
-        with contextlib.suppress(DeviceError, OSError):  # then the driver's own allocation
-            return Registered(nbytes)
+        if not self._write_combined:
+            with contextlib.suppress(DeviceError, OSError):  # then the driver's own allocation
+                return Registered(nbytes)
         try:
             # the gap keeps two chunks from being neighbours, which copies would join
-            memory = Pinned(nbytes + ALIGNMENT, mapped=True)
+            memory = Pinned(nbytes + ALIGNMENT, mapped=True, write_combined=self._write_combined)
             self._memory.append(memory)
             _check_address(memory.address)
         except DeviceError as error:

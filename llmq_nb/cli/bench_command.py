@@ -266,13 +266,14 @@ def _offload() -> dict[str, Any]:
     from llmq_nb.train import bench_link
 
     device, link = bench_link.measure_link()
-    figures = dataclasses.asdict(link)
-    table = Table(f"{device.name} and pinned host memory", "GB/s")
+    _, combined = bench_link.measure_link(write_combined=True)
+    figures, others = dataclasses.asdict(link), dataclasses.asdict(combined)
+    table = Table(f"{device.name} and pinned host memory", "GB/s", "memory.write_combined")
     for key, what in LINK_ROWS.items():
-        table.add_row(what, f"{figures[key]:.1f}")
+        table.add_row(what, f"{figures[key]:.1f}", f"{others[key]:.1f}")
     Console(width=100).print(table)
     click.echo(f"kept in {keep_link(device.name, link)}: plan and auto use it on this machine")
-    return {"device": device.name, **figures}
+    return {"device": device.name, **figures, "write_combined": others}
 
 
 def _comm(devices: str | None) -> list[dict[str, Any]]:

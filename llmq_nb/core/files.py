@@ -20,6 +20,8 @@ from typing import Any, BinaryIO
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.sizes import format_bytes
 
+BLOCK = 4096
+"""Bytes that addresses, lengths and offsets of direct I/O are multiples of."""
 WRITE_BYTES = 1 << 26
 """Most bytes of one system call: Linux cuts longer ones at 2 GiB, and signals wait for it."""
 
@@ -83,6 +85,11 @@ def fsync_path(path: str | os.PathLike[str]) -> None:
 def nearest_existing(path: Path) -> Path:
     """The path itself or the nearest one above it that is there; a broken link is."""
     return next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+
+
+def in_blocks(nbytes: int) -> int:
+    """Rounded up to whole blocks of direct I/O."""
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 def free_bytes(path: Path) -> int:

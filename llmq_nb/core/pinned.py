@@ -9,19 +9,21 @@ from numpy.typing import NDArray
 from llmq_nb.core.device import check, driver
 from llmq_nb.core.sizes import format_bytes
 
-PORTABLE, MAPPED = 1, 2
-"""CU_MEMHOSTALLOC_PORTABLE: pinned for every context; CU_MEMHOSTALLOC_DEVICEMAP."""
+PORTABLE, MAPPED, WRITE_COMBINED = 1, 2, 4
+"""CU_MEMHOSTALLOC_PORTABLE: pinned for every context; _DEVICEMAP; _WRITECOMBINED."""
 
 
 class Pinned:
     """nbytes of page-locked memory, kept until `close`.
 
     mapped: kernels of every device reach it, by the host's own address (unified addresses).
+    write_combined: past the host's caches, where its own reads are slow.
     """
 
-    def __init__(self, nbytes: int, *, mapped: bool = False) -> None:
+    def __init__(self, nbytes: int, *, mapped: bool = False, write_combined: bool = False) -> None:
         self.nbytes = nbytes
         flags = PORTABLE | MAPPED if mapped else 0
+        flags |= WRITE_COMBINED if write_combined else 0
         what = f"pinning {format_bytes(nbytes)}"
         self.address = int(check(driver().cuMemHostAlloc(nbytes, flags), what))
         memory = (ctypes.c_uint8 * nbytes).from_address(self.address)

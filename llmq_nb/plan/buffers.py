@@ -28,9 +28,13 @@ from llmq_nb.model.fp8 import (
 from llmq_nb.model.parameters import Parameter, model_parameters
 from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.plan.places import (
+    DISK_STAGES,
     STAGES,
     Layout,
     Place,
+    disk_bytes,
+    disk_records,
+    disk_stage_bytes,
     gradient_layout,
     has_master,
     kept_residuals,
@@ -65,6 +69,7 @@ Group = Literal[
     "inputs",
     "results",
     "workspace",
+    "staging",
 ]
 HEAD, BACKWARD, UPDATE = 9, 12, 21
 """Ticks: a block's forward takes 0 to 8, the head 9 to 11, recomputation and backward 12 to 20, the
@@ -103,6 +108,8 @@ class Plan:
     """Bytes of the device's allocation."""
     host_total: int = 0
     """Bytes of pinned host memory."""
+    disk_total: int = 0
+    """Bytes of the file with what is on the disk."""
 
     def group_bytes(self, place: Place = "device") -> dict[Group, int]:
         """Bytes by group; scratch counts what its arena takes, not the sum of its buffers."""
@@ -131,7 +138,7 @@ class Plan:
 
 
 TRAINING: frozenset[Group] = frozenset(get_args(Group))
-INFERENCE = TRAINING - {"quants", "master", "m", "v", "gradients"}
+INFERENCE = TRAINING - {"quants", "master", "m", "v", "gradients", "staging"}
 
 
 def make_plan(
@@ -147,9 +154,16 @@ def make_plan(
     device = [b for b in buffers if b.place == "device"]
     # by group: a block's tensors of one group lie together, as in a staging buffer
     host = sorted((b for b in buffers if b.place == "host"), key=lambda b: b.group)
+    disk = [b for b in buffers if b.place == "disk"]
     offsets, total = assign_offsets([Slot(b.nbytes, b.lifetime) for b in device])
     host_offsets, host_total = assign_offsets([Slot(b.nbytes, b.lifetime) for b in host])
-    return Plan((*device, *host), (*offsets, *host_offsets), total, host_total)
+    return Plan(
+        (*device, *host, *disk),
+        (*offsets, *host_offsets, *(0 for _ in disk)),  # the records say where in the file
+        total,
+        host_total,
+        disk_bytes(disk_records(config, model)) if disk else 0,
+    )
 
 
 def parameter_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
@@ -268,6 +282,12 @@ def staging_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
         stage(state, size, DType(getattr(o, state)), UPDATE, UPDATE)
         if state == "m" and o.m == "e4m3":
             stage("m_scale", -(-size // M_GROUP), DType.FP32, UPDATE, UPDATE)
+    nbytes = disk_stage_bytes(disk_records(config, model))
+    if nbytes:
+        out.extend(
+            Buffer(f"stage/disk.{i}", (nbytes // 4,), DType.INT32, "staging", place="host")
+            for i in range(DISK_STAGES)
+        )
     return out
 
 

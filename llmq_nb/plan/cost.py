@@ -31,6 +31,7 @@ from llmq_nb.plan.buffers import head_rows
 from llmq_nb.plan.offload_cost import (
     alike,
     codes_traffic,
+    disk_seconds,
     exposed_seconds,
     norm_traffic,
     update_seconds,
@@ -59,6 +60,7 @@ Part = Literal[
     "recomputation",
     "optimizer",
     "host link",
+    "disk",
 ]
 
 
@@ -111,6 +113,7 @@ def optimizer_work(config: Config, model: ModelConfig, rates: Rates) -> list[Wor
     out.append(Work("global_norm", "host link", link.kernels(norm.read, 0)))
     seen = sum(max(0.0, wait - work) for wait, work in zip(waits, works, strict=True))
     out.append(Work("adamw", "host link", seen))
+    out.append(Work("adamw", "disk", max(0.0, disk_seconds(config, model) - sum(waits))))
     return [work for work in out if work.seconds]
 
 

@@ -153,16 +153,19 @@ def levers(config: Config, offload: bool = True) -> Iterator[Setting]:
     for size, recompute, keep in itertools.product(
         micro_batches(sequences), recompute_subsets(), quants
     ):
-        for moved in offload_sets(fp8 and keep) if offload else [()]:
+        disk = config.memory.disk
+        for moved in offload_sets(fp8 and keep, disk) if offload else [()]:
             yield Setting(size, sequences // size, recompute, 1, keep, moved, transfer)
 
 
-def offload_sets(quants: bool) -> list[tuple[Offload, ...]]:
-    """What may be moved to the host together. quants: whether codes are kept."""
+def offload_sets(quants: bool, disk: tuple[Offload, ...] = ()) -> list[tuple[Offload, ...]]:
+    """What may be moved to the host together. quants: whether codes are kept. disk: what is on the
+    disk."""
     hidden: list[tuple[Offload, ...]] = [(), ("residual",)]
     if quants:
         hidden += [("quants",), ("quants", "residual")]
-    return [states + more for states in STATES for more in hidden]
+    left: list[tuple[Offload, ...]] = [tuple(s for s in t if s not in disk) for t in STATES]
+    return [states + more for states in dict.fromkeys(left) for more in hidden]
 
 
 def recompute_subsets() -> list[tuple[Recompute, ...]]:

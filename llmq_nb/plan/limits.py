@@ -18,7 +18,8 @@ from llmq_nb.core.sizes import parse_bytes
 CONTEXT = 384 << 20
 """The CUDA context: what a process takes before it allocates [bytes]; an estimate."""
 RESERVE = 256 << 20
-"""Kernels, recorded graphs and cuBLASLt beside our one allocation [bytes]; an estimate."""
+"""Kernels, recorded graphs, cuBLASLt and 512 KiB of tensor maps (Hopper) beside our one allocation
+[bytes]; an estimate."""
 LIMIT_RESERVE = CONTEXT + RESERVE
 """What the process takes besides: within 128 MiB of what was measured."""
 RING_SLOTS = 3

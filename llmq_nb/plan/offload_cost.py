@@ -7,6 +7,7 @@
                  two above went out: both use one staging buffer
     update       bound by the link: the norm reads the gradients, AdamW reads them again and reads
                  and writes the states; codes that are kept are made from the weights once more
+    disk         what `memory.disk` moves is read and written by each update, slower than all else
 
 Source   The order of the copies: offload/*.py and model/transformer.py.
 """
@@ -22,6 +23,8 @@ from llmq_nb.model.fp8 import keeps_quants
 from llmq_nb.model.parameters import Parameter, layer_parameters, model_parameters
 from llmq_nb.plan.link import Link
 from llmq_nb.plan.places import (
+    disk_bytes,
+    disk_records,
     has_master,
     kept_residuals,
     offloads_quants,
@@ -33,6 +36,8 @@ from llmq_nb.plan.places import (
 
 COPIED = 0.85
 """Of the link's rate, what copies of the states in slices reach; calibrated on an H200 (1.5B)."""
+DISK = 2.0
+"""GB/s that a disk reads and writes at the same time, together: a guess, they differ by far."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +133,11 @@ def update_seconds(config: Config, link: Link, traffic: Traffic) -> float:
     if streamed_states(config):
         return link.copies(traffic.read, traffic.written) / COPIED
     return link.kernels(traffic.read, traffic.written)
+
+
+def disk_seconds(config: Config, model: ModelConfig) -> float:
+    """Of an update's reading and writing of what is on the disk."""
+    return 2 * disk_bytes(disk_records(config, model)) / (DISK * 1e9)
 
 
 def codes_traffic(config: Config, p: Parameter) -> Traffic:

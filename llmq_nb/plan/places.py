@@ -9,6 +9,9 @@
 What products read or write on the host goes through one of two staging buffers on the device, by
 turns. A block's tensors lie in it as they lie on the host, so a block is one copy. Weights that
 products read as codes alone are not staged: only the optimizer touches their values.
+
+`memory.disk` moves m or v into a file instead. An update takes it in slices; a slice of all states
+that are there is one record of the file, of whole blocks, and passes through pinned buffers.
 """
 
 import dataclasses
@@ -17,18 +20,22 @@ from typing import Literal
 
 from llmq_nb.config import Config
 from llmq_nb.core.arena import aligned
-from llmq_nb.core.dtype import DType
+from llmq_nb.core.dtype import M_GROUP, DType
+from llmq_nb.core.files import BLOCK, in_blocks
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.fp8 import BY_WEIGHT, fp8_layers, keeps_quants
 from llmq_nb.model.parameters import Parameter, layer_parameters, model_parameters
 
-Place = Literal["device", "host"]
+Place = Literal["device", "host", "disk"]
 STAGES = 2
 """Staging buffers of a kind: one is used while the other one is filled or emptied."""
 SLICE = 16 << 20
 """Elements of an optimizer state that are staged at once: 32 MiB of BF16, 0.7 ms at 50 GB/s."""
 STREAMED = 1 << 16
-"""Elements from which a state is worth copies of its own; smaller ones are read in place."""
+"""Elements from which a state is worth copies of its own; smaller ones are read in place, and are
+never on the disk."""
+DISK_STAGES = 3
+"""Records in memory: one is read, one is updated, one is written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +45,21 @@ class Layout:
     dtype: DType
     size: int
     fields: dict[str, tuple[int, tuple[int, ...]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """Elements start .. stop - 1 of a parameter's states in the file, from byte `offset` on.
+
+    parts: (first byte in the record, elements, format) of m, m_scale and v, those that are there.
+    """
+
+    parameter: Parameter
+    start: int
+    stop: int
+    offset: int
+    nbytes: int
+    parts: dict[str, tuple[int, int, DType]]
 
 
 def has_master(config: Config) -> bool:
@@ -52,6 +74,8 @@ def place_of(config: Config, group: str, parameter: Parameter) -> Place:
         host = "master" in moved and not has_master(config) and parameter.kind == "matrix"
     elif group == "gradients":
         host = "gradients" in moved and parameter.layer is not None
+    elif group in config.memory.disk and _size(parameter.shape) >= STREAMED:
+        return "disk"
     else:
         host = group in moved
     return "host" if host else "device"
@@ -113,8 +137,9 @@ def kept_residuals(config: Config, model: ModelConfig) -> list[int]:
 
 
 def streamed_states(config: Config) -> list[str]:
-    """States that the optimizer step copies in slices, with `memory.transfer = "copy"`."""
-    if config.memory.transfer != "copy":
+    """States that the optimizer step copies in slices, with `memory.transfer = "copy"`. None beside
+    states on the disk: that is what the step waits for."""
+    if config.memory.transfer != "copy" or config.memory.disk:
         return []
     return [state for state in ("master", "m", "v") if state in config.memory.offload]
 
@@ -122,6 +147,38 @@ def streamed_states(config: Config) -> list[str]:
 def slice_elements(model: ModelConfig) -> int:
     """Elements of a staging buffer for states: one slice, or the largest parameter's."""
     return min(SLICE, max(_size(p.shape) for p in model_parameters(model)))
+
+
+def disk_records(config: Config, model: ModelConfig) -> list[Record]:
+    """What the file holds, in the order of the parameters."""
+    o, out, offset = config.optimizer, list[Record](), 0
+    formats = {state: DType(getattr(o, state)) for state in ("m", "v")}
+    for p in model_parameters(model) if config.memory.disk else ():
+        there = [state for state in formats if place_of(config, state, p) == "disk"]
+        size, step = _size(p.shape), slice_elements(model)
+        for start in range(0, size, step) if there else ():
+            stop, end = min(start + step, size), 0
+            parts: dict[str, tuple[int, int, DType]] = {}
+            for state in there:
+                held = {state: (stop - start, formats[state])}
+                if formats[state] == DType.E4M3:
+                    held["m_scale"] = (-(-stop // M_GROUP) - start // M_GROUP, DType.FP32)
+                for name, (count, dtype) in held.items():
+                    parts[name] = (end, count, dtype)
+                    end += in_blocks(count * dtype.itemsize)
+            out.append(Record(p, start, stop, offset, end, parts))
+            offset += end
+    return out
+
+
+def disk_bytes(records: Iterable[Record]) -> int:
+    """Of the file."""
+    return sum(record.nbytes for record in records)
+
+
+def disk_stage_bytes(records: Iterable[Record]) -> int:
+    """Of a pinned buffer that holds one record at an aligned address."""
+    return max((record.nbytes for record in records), default=-BLOCK) + BLOCK
 
 
 def _matrices(model: ModelConfig) -> list[Parameter]:

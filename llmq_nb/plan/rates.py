@@ -135,7 +135,8 @@ def rates_of(device_name: str) -> Rates:
         except UserError:
             continue
         return H200 if card == "H200" else predicted(card)
-    raise UserError(f"the rates of {device_name!r} are not known", mend=f"choose {_names()}")
+    mend = f"choose {_names()}; for another card the nearest one, with --device-memory"
+    raise UserError(f"the rates of {device_name!r} are not known", mend=mend)
 
 
 def _names() -> str:

@@ -48,6 +48,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "reserve": r.reserve,
         "free": r.free,
         "pinned": r.pinned,
+        "disk": r.plan.disk_total,
         "host_limit": r.host_limit,
         "host_free": r.host_free,
         "fits": r.fits,
@@ -92,9 +93,13 @@ def _table(r: Report) -> Table:
     previous = None
     for line in r.lines:
         if previous is not None and previous.ours and not line.ours:
-            host = previous.place == "pinned host"
-            note = "exact to the byte" if host else "one allocation, exact to the byte"
-            size = r.pinned if host else r.plan.total
+            size, note = r.plan.total, "one allocation, exact to the byte"
+            if previous.place == "pinned host":
+                size, note = r.pinned, "exact to the byte"
+            elif previous.place == "disk":
+                size, note = r.plan.disk_total, "one file of whole blocks, gone with the run"
+            elif r.machine.kind == "cpu":
+                size += r.plan.host_total
             table.add_row("", "all of it", format_bytes(size), note, style="bold")
         same = previous is not None and previous.place == line.place
         where = "" if same else line.place
@@ -142,12 +147,12 @@ def _verdict(r: Report) -> list[str]:
         f"no setting of the memory levers makes it fit; the least is {least}{_pinned(r, r.least)}:"
         f" {_list(changes(r.asked, r.least.setting))}"
     )
-    return [*lines, *_states(r)]
+    return [*lines, *_states(r), *_disk(r)]
 
 
 def _host_verdict(r: Report) -> list[str]:
     """Of what is offloaded, if anything is."""
-    if not r.plan.host_total:
+    if not r.plan.host_total or r.machine.kind == "cpu":
         return []
     needs = format_bytes(r.pinned)
     if r.host_limit is None or r.host_free is None:
@@ -179,6 +184,18 @@ def _states(r: Report) -> list[str]:
     return [
         f"of it weights, gradients and optimizer states: {own}; with optimizer.master, m and v ="
         f" 'bf16' {less} (stochastically rounded; the run's numbers change)"
+    ]
+
+
+def _disk(r: Report) -> list[str]:
+    """Where nothing fits: moments that could leave every memory."""
+    if {"m", "v"} == set(r.config.memory.disk) or r.config.world_size > 1:
+        return []
+    groups = [r.plan.group_bytes("device"), r.plan.group_bytes("host")]
+    moved = sum(found.get("m", 0) + found.get("v", 0) for found in groups)
+    return [
+        f"memory.disk = ['m', 'v'], with neither in memory.offload, moves {format_bytes(moved)} of"
+        " it to the disk; every update then waits for the disk"
     ]
 
 

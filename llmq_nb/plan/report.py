@@ -7,10 +7,12 @@ memory and all times are estimates.
 
 import dataclasses
 import math
+from pathlib import Path
 
 from llmq_nb.config import Config
 from llmq_nb.core.arena import aligned
 from llmq_nb.core.dtype import M_GROUP, DType
+from llmq_nb.core.files import free_bytes
 from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import model_parameters
@@ -29,6 +31,7 @@ from llmq_nb.plan.limits import (
     device_limit,
     host_room,
 )
+from llmq_nb.plan.offload_cost import DISK
 from llmq_nb.plan.places import Place
 from llmq_nb.plan.rates import CARDS, Rates
 from llmq_nb.plan.search import Search
@@ -48,13 +51,14 @@ NOTES: dict[Group, str] = {
     "m": "Adam's first moment",
     "v": "Adam's second moment",
     "gradients": "summed over micro-batches",
+    "staging": "slices from and to the disk",
     "activations": "kept for backward",
     "scratch": "temporaries",
     "workspace": "of kernels and cuBLASLt, tables",
     "inputs": "the tokens of a micro-batch",
     "results": "losses and norms",
 }
-PLAIN: tuple[Group, ...] = ("scratch", "workspace", "inputs", "results")
+PLAIN: tuple[Group, ...] = ("scratch", "workspace", "inputs", "results", "staging")
 """Groups whose formats say nothing."""
 
 
@@ -153,6 +157,8 @@ def make_report(config: Config, model: ModelConfig, machine: Machine, search: Se
     plan = run_plan(config, model, machine.kind)
     pinned = config.world_size * plan.host_total
     free, host_free = limit - plan.total, None if host is None else host - pinned
+    if machine.kind == "cpu":  # one memory
+        free, host_free = free - plan.host_total, None
     fits = free >= 0 and (plan.host_total == 0 or host_free is None or host_free >= 0)
     if chosen is None:
         better = search.choose(limit, surely)
@@ -254,6 +260,8 @@ def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[L
             *_ours(config, plan, "host", "pinned host", ranks),
             Line("pinned host", "input slots", ranks * pinned_bytes(plan), "tokens on their way"),
         ]
+    else:
+        out += _ours(config, plan, "host", "host", ranks)
     out += [
         Line("host", "batches", _batch_bytes(config), "of this step and the next"),
         Line("host", "Python", PYTHON, "and libraries; an estimate"),
@@ -261,6 +269,7 @@ def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[L
     if kind == "cuda":
         largest = _largest_tensor(config, model)
         out.append(Line("host", "one tensor", largest, "at a time, for a checkpoint"))
+    out += _ours(config, plan, "disk", "disk")
     checkpoint = checkpoint_tensor_bytes(config, model)
     keep = config.checkpoint.keep
     kept = f"{keep} kept, one more meanwhile" if keep else "all are kept"
@@ -295,7 +304,8 @@ def _note(config: Config, plan: Plan, group: Group, place: Place) -> str:
     if group == "scratch":
         largest = max((b for b in plan.buffers if b.lifetime), key=lambda b: b.nbytes)
         name = largest.name.partition("/")[2]
-        staging = sum(b.nbytes for b in plan.buffers if b.name.startswith("stage/"))
+        stages = (b for b in plan.buffers if b.lifetime and b.name.startswith("stage/"))
+        staging = sum(b.nbytes for b in stages)
         more = f"; to and from the host: {format_bytes(staging)}" if staging else ""
         return f"{note}; {name}: {format_bytes(largest.nbytes)}{more}"
     if group in PLAIN:
@@ -312,6 +322,8 @@ def _note(config: Config, plan: Plan, group: Group, place: Place) -> str:
 def _warnings(r: Report) -> list[str]:
     """What may still go wrong on this kind of machine."""
     out = []
+    if r.plan.disk_total:
+        out.append(_disk_warning(r))
     m, gpu = r.machine, r.machine.kind == "cuda"
     if gpu and m.wsl:
         out.append(f"WSL2: Windows keeps part of the card; planned with {WSL_SHARE:.0%} of it")
@@ -331,3 +343,13 @@ def _warnings(r: Report) -> list[str]:
         needs, has = format_bytes(host), format_bytes(m.host_memory)
         out.append(f"host memory is short: needs {needs}, has {has}")
     return out
+
+
+def _disk_warning(r: Report) -> str:
+    """Of what `memory.disk` takes where this runs, which may not be where the run will."""
+    needs, has = r.plan.disk_total, free_bytes(Path(r.config.out_dir))
+    states, sizes = " and ".join(r.config.memory.disk), f"{format_bytes(needs)}"
+    if needs > has:
+        return f"too little disk here: {sizes} for {states}, {format_bytes(has)} are free"
+    slow = f"each update reads and writes it, predicted at {DISK:g} GB/s, a guess"
+    return f"disk: {sizes} for {states} of the {format_bytes(has)} that are free here; {slow}"

@@ -69,25 +69,44 @@ class Search:
         Of equally fast ones the one with the larger micro_batch, then the fewer recomputations, the
         fewer buffers on the host.
         """
+        found = self.ranked(limit, host, 1)
+        return found[0] if found else None
+
+    def ranked(self, limit: int, host: int | None, count: int) -> list[Choice]:
+        """The `count` best settings in the order of `choose`, each with the fewest chunks that
+        fit; fewer where fewer fit."""
         keyed = [
             (self._key(lever), lever)
             for lever in levers(self.config, self.offload)
             if self._lasting_fits(lever, limit, host)
         ]
         largest: dict[tuple[object, ...], int] = {}
-        best: tuple[Key, Choice] | None = None
+        best: list[tuple[Key, Setting]] = []
         for key, lever in sorted(keyed, key=lambda pair: pair[0]):
-            if best is not None and key >= best[0]:
+            if len(best) == count and key >= best[-1][0]:
                 break
             variant = (lever.recompute, lever.keep_quants, lever.offload)
             if variant not in largest:
                 largest[variant] = self._largest_micro_batch(lever, limit)
             if lever.micro_batch > largest[variant]:
                 continue
-            found = self._fewest_chunks(lever, limit, host)
-            if found is not None and (best is None or self._key(found) < best[0]):
-                best = self._key(found), self._choice(found)
-        return None if best is None else best[1]
+            found = self.with_fewest_chunks(lever, limit, host)
+            if found is not None:
+                best.append((self._key(found), found))
+                best.sort(key=lambda pair: pair[0])
+                del best[count:]
+        return [self._choice(setting) for _, setting in best]
+
+    def with_fewest_chunks(self, setting: Setting, limit: int, host: int | None) -> Setting | None:
+        """The setting with the fewest chunks that fit; None: with none it does."""
+        for chunks in chunk_counts(self.config, setting.micro_batch):
+            chunked = dataclasses.replace(setting, head_chunks=chunks)
+            found = self.sizes(chunked)
+            if host is not None and found.host_total > host:
+                return None  # chunks do not change it
+            if found.total <= limit:
+                return chunked
+        return None
 
     def smallest(self, host: int | None = None) -> Choice:
         """The setting that takes the least memory of the device, with at most `host` bytes of
@@ -121,9 +140,9 @@ class Search:
         """Of all states; "auto" reads and writes them in place."""
 
         def seconds(transfer: Transfer) -> float:
-            memory = dataclasses.replace(
-                self.config.memory, offload=("m", "v", "master"), transfer=transfer
-            )
+            states: tuple[Offload, ...] = ("m", "v", "master")
+            moved = tuple(s for s in states if s not in self.config.memory.disk)
+            memory = dataclasses.replace(self.config.memory, offload=moved, transfer=transfer)
             config = dataclasses.replace(self.config, memory=memory)
             return total(optimizer_work(config, self.model, self.rates))
 
@@ -163,14 +182,3 @@ class Search:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if may_fit(sizes[middle]) else (low, middle)
         return sizes[low - 1]
-
-    def _fewest_chunks(self, setting: Setting, limit: int, host: int | None) -> Setting | None:
-        """The setting with the fewest chunks that fit; None: with none it does."""
-        for chunks in chunk_counts(self.config, setting.micro_batch):
-            chunked = dataclasses.replace(setting, head_chunks=chunks)
-            found = self.sizes(chunked)
-            if host is not None and found.host_total > host:
-                return None  # chunks do not change it
-            if found.total <= limit:
-                return chunked
-        return None

@@ -83,7 +83,7 @@ class Sizes:
 
 
 def _sum(buffers: list[Buffer]) -> tuple[int, int]:
-    sizes = {"device": 0, "host": 0}
+    sizes = {"device": 0, "host": 0, "disk": 0}
     for b in buffers:
         sizes[b.place] += aligned(b.nbytes)
     return sizes["device"], sizes["host"]

@@ -29,10 +29,12 @@ COPIES, RUNS = 4, 5
 """Copies in a row, and how often that is measured; the median counts."""
 
 
-def measure_link(ordinal: int = 0, nbytes: int = NBYTES) -> tuple[Device, Link]:
+def measure_link(
+    ordinal: int = 0, nbytes: int = NBYTES, *, write_combined: bool = False
+) -> tuple[Device, Link]:
     """Pins and allocates 2 nbytes (a multiple of 16) for as long as it measures. UserError."""
     device = open_device(ordinal)
-    host = HostMemory([(0, nbytes), (nbytes, 2 * nbytes)])
+    host = HostMemory([(0, nbytes), (nbytes, 2 * nbytes)], write_combined=write_combined)
     memory = allocate(2 * nbytes)
     try:
         bench = _Bench(nbytes, host.address(0), host.address(nbytes), memory)

@@ -51,13 +51,22 @@ def check_host(plan: Plan, config: Config) -> None:
 
 def host_memory(plan: Plan, config: Config) -> HostMemory:
     """Pin what the plan puts on the host, with lines of progress. UserError."""
-    return HostMemory(plan.host_chunks(), limit=host_limit(config), announce=announce)
+    return HostMemory(
+        plan.host_chunks(),
+        limit=host_limit(config),
+        write_combined=config.memory.write_combined,
+        announce=announce,
+    )
 
 
 def tensors_at(plan: Plan, base: int, host: HostMemory | None) -> dict[str, Tensor]:
-    """The plan's buffers at their addresses. host: None where nothing reads or writes them."""
+    """The plan's buffers at their addresses, those on the disk without data yet. host: None where
+    nothing reads or writes them."""
     out = {}
     for b, offset in zip(plan.buffers, plan.offsets, strict=True):
+        if b.place == "disk":
+            out[b.name] = Tensor(b.name, b.shape, b.dtype, None)
+            continue
         on_host = b.place == "host"
         address = host.address(offset) if host is not None and on_host else base + offset
         out[b.name] = Tensor(b.name, b.shape, b.dtype, address, host=on_host)

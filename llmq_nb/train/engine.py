@@ -18,14 +18,17 @@ from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.engine_cpu.linear import count_health
 from llmq_nb.model.ops import Scalars
 from llmq_nb.model.parameters import model_parameters
+from llmq_nb.offload.disk import OnDisk
+from llmq_nb.offload.disk_states import Done
 from llmq_nb.offload.transfer import ImmediateTransfer
 from llmq_nb.plan.buffers import kept_quants, make_plan
 from llmq_nb.plan.places import offloads_quants
 from llmq_nb.plan.shards import shards_quants
+from llmq_nb.report.console import announce
 from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
-from llmq_nb.train.host_stores import MakeTransfer
+from llmq_nb.train.host_stores import MakeTransfer, on_disk
 from llmq_nb.train.rank import Rank, State, allocate, make_ranks, run_states
 from llmq_nb.train.sharding import LINKS, Seats, Spread, parts_of, read_spread, write_spread
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step, refresh_weights
@@ -127,6 +130,7 @@ class CpuEngine:
         check_host_memory(ranks * (self.plan.total + self.plan.host_total))
         self.rank_tensors = [allocate(self.plan) for _ in range(ranks)]
         self.tensors = self.rank_tensors[0]
+        self.disk = on_disk(config, model, self.tensors, announce)
         T, seed = config.batch.seq_len, config.run.seed
         self.rank_ops = [
             CpuOps(model, config.optimizer, seq_len=T, seed=seed) for _ in range(ranks)
@@ -143,6 +147,7 @@ class CpuEngine:
                 [lambda: None] * ranks,
             ),
             [transfer] * ranks,
+            (self.disk, Done()),
         )
         self.states = run_states(config, model, self.ranks, self.rank_tensors)
         for ops, rank in zip(self.rank_ops, self.ranks, strict=True):
@@ -202,16 +207,22 @@ class CpuEngine:
     def close(self) -> None:
         for tensors in self.rank_tensors:
             tensors.clear()
+        if self.disk is not None:
+            self.disk.close()
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
         if isinstance(tensor, Spread):
             return read_spread(tensor, lambda r, t: self.rank_ops[r].read(t))
+        if isinstance(tensor.data, OnDisk):
+            return tensor.data.read(tensor.shape, tensor.dtype.numpy)
         return self.ops.read(tensor)
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
         self._stale = True
         if isinstance(tensor, Spread):
             write_spread(tensor, array, lambda r, t, a: self.rank_ops[r].write(t, a))
+        elif isinstance(tensor.data, OnDisk):
+            write_on_disk(tensor, array)
         else:
             self.ops.write(tensor, array)
 
@@ -225,6 +236,12 @@ class CpuEngine:
         if self._stale:
             refresh_weights(self.ranks)
         self._stale = False
+
+
+def write_on_disk(tensor: Tensor, array: NDArray[Any]) -> None:
+    """What `Ops.write` does, for a tensor of `memory.disk`: rounded, and made as large."""
+    whole = np.broadcast_to(array, tensor.shape).astype(tensor.dtype.numpy, copy=False)
+    tensor.data.write(np.ascontiguousarray(whole))
 
 
 def step_scalars(

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,20 +47,26 @@ from llmq_nb.kernels.launch import loaded, preparing
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cuda.ops import CudaOps
 from llmq_nb.model.ops import Scalars
-from llmq_nb.offload.cuda_transfer import CudaTransfer
+from llmq_nb.offload.cuda_transfer import CudaFence, CudaTransfer
+from llmq_nb.offload.disk import OnDisk, check_disk
 from llmq_nb.plan.buffers import Group, make_plan
+from llmq_nb.plan.places import DISK_STAGES
 from llmq_nb.plan.workspace import workspace_buffers
 from llmq_nb.report.console import announce
 from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.cuda_memory import check_host, check_memory, check_offload, tensors_at
 from llmq_nb.train.cuda_seat import check_alike, ranks_of, take_seat
 from llmq_nb.train.eager import Kind
-from llmq_nb.train.engine import StepResult, result, step_scalars
+from llmq_nb.train.engine import StepResult, result, step_scalars, write_on_disk
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
+from llmq_nb.train.host_stores import on_disk
 from llmq_nb.train.rank import Rank, make_rank, make_ranks, run_states
 from llmq_nb.train.sharding import Spread, parts_of, read_spread, write_spread
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step, refresh_weights
 from llmq_nb.train.tuning import keep_machine_tuning, known_tuning
+
+UPDATE = "optimizer step"
+"""The graph's name."""
 
 
 class CudaEngine:
@@ -84,12 +91,17 @@ class CudaEngine:
         for device in dict.fromkeys(devices):
             check_memory(self.plan, device, config, ranks=devices.count(device))
         check_host(self.plan, config)
+        check_disk(Path(config.out_dir), self.plan.disk_total)
         known = known_tuning(self.device, tuning)
         self.seats = [take_seat(config, model, self.plan, device, known) for device in devices]
         first = self.seats[0]
         self.tensors, self.stream, self.ops = first.tensors, first.stream, first.ops
         self.base, self.host = first.base, first.host
-        self.ranks = make_ranks(config, model, *ranks_of(config, self.seats))
+        self.disk = on_disk(config, model, self.tensors, announce)
+        fence = CudaFence(self.device, self.stream, DISK_STAGES)
+        self.ranks = make_ranks(
+            config, model, *ranks_of(config, self.seats), disk=(self.disk, fence)
+        )
         self.states = run_states(config, model, self.ranks, [s.tensors for s in self.seats])
         self._graphs: dict[str, Graph] = {}
         self._eager = config.run.cuda_graphs is False
@@ -127,7 +139,7 @@ class CudaEngine:
             if last and len(self.ranks) > 1 and not self.config.parallel.shard_gradients:
                 name += ", reduced"
             self._run(name, functools.partial(run_micro_step, self.ranks, first, last, counted))
-        self._run("optimizer step", lambda: optimizer_step(self.ranks))
+        self._run(UPDATE, lambda: optimizer_step(self.ranks))
         self.host_seconds = time.perf_counter() - start
         found = result(self.ranks)
         return dataclasses.replace(found, health=self._health()) if health else found
@@ -159,6 +171,8 @@ class CudaEngine:
 
         if isinstance(tensor, Spread):
             return read_spread(tensor, read)
+        if isinstance(tensor.data, OnDisk):
+            return tensor.data.read(tensor.shape, tensor.dtype.numpy)
         return read(0, tensor)
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
@@ -169,6 +183,8 @@ class CudaEngine:
         self._stale = True
         if isinstance(tensor, Spread):
             write_spread(tensor, array, write)
+        elif isinstance(tensor.data, OnDisk):
+            write_on_disk(tensor, array)
         else:
             write(0, tensor, array)
 
@@ -188,6 +204,8 @@ class CudaEngine:
         self._graphs.clear()
         for seat in self.seats:
             seat.close()
+        if self.disk is not None:
+            self.disk.close()
 
     def _refresh_weights(self) -> None:
         if self._stale:
@@ -212,8 +230,8 @@ class CudaEngine:
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
         self.device.make_current()
-        if self._eager:
-            work()
+        if self._eager or (self.disk is not None and name == UPDATE):
+            work()  # an update waits for the disk: no graph holds that
             return
         graph = self._graphs.get(name)
         if graph is None:

@@ -8,25 +8,35 @@ states. Each store copies on streams of its own.
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from llmq_nb.comm.gradients import SharedGradients
 from llmq_nb.comm.link import LinkTransfer
 from llmq_nb.config import Config
-from llmq_nb.core.dtype import M_GROUP
+from llmq_nb.core.dtype import M_GROUP, DType
+from llmq_nb.core.files import BLOCK
 from llmq_nb.core.tensor import Fp8Slot, Tensor
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import Parameter, layer_parameters, model_parameters
 from llmq_nb.model.weights import Unit, Weights, WeightStore, unit_of
+from llmq_nb.offload.disk import OnDisk, ScratchFile
+from llmq_nb.offload.disk_states import DiskSlice, DiskStates, Fence
 from llmq_nb.offload.host_gradients import HostGradients
 from llmq_nb.offload.host_residuals import HostResiduals
 from llmq_nb.offload.host_weights import HostWeights, Staged
 from llmq_nb.offload.optimizer_state import Slice, StreamedStates
 from llmq_nb.offload.transfer import Transfer, copies_of
 from llmq_nb.plan.places import (
+    DISK_STAGES,
     STAGES,
     STREAMED,
     Layout,
+    Record,
+    disk_bytes,
+    disk_records,
     gradient_layout,
     kept_residuals,
     quant_layout,
@@ -189,8 +199,72 @@ def streamed(
     return StreamedStates(slices, staging, make())
 
 
-def _cut(state: StateT, start: int, stop: int) -> StateT:
-    """Elements start .. stop - 1 of a state's tensors; kept codes are left for later."""
+def on_disk(
+    config: Config, model: ModelConfig, tensors: Tensors, announce: Callable[[str], None]
+) -> ScratchFile | None:
+    """The file of `memory.disk`, and its tensors' data in it; None: nothing is on the disk.
+    UserError."""
+    records = disk_records(config, model)
+    if not records:
+        return None
+    file = ScratchFile(Path(config.out_dir), disk_bytes(records), announce=announce)
+    pieces: dict[str, list[tuple[int, int]]] = {}
+    for record in records:
+        for name, (first, count, dtype) in record.parts.items():
+            piece = record.offset + first, count * dtype.itemsize
+            pieces.setdefault(f"{name}/{record.parameter.name}", []).append(piece)
+    for name, where in pieces.items():
+        tensors[name].data = OnDisk(file, where)
+    return file
+
+
+def disk_states(
+    config: Config,
+    model: ModelConfig,
+    tensors: Tensors,
+    states: Sequence[Any],
+    file: ScratchFile | None,
+    fence: Fence,
+) -> DiskStates[Any]:
+    """The optimizer's states, those on the disk in slices through pinned buffers."""
+    records: dict[str, list[Record]] = {}
+    for record in disk_records(config, model):
+        records.setdefault(record.parameter.name, []).append(record)
+    slices: list[DiskSlice[Any]] = []
+    turn = 0
+    for state in states:
+        for record in records.get(state.parameter.name, ()):
+            staging = tensors[f"stage/disk.{turn}"]
+            start = -staging.address % BLOCK
+            part = _cut(state, record.start, record.stop, without=record.parts)
+            here = {
+                name: _bytes_as(staging, start + first, count, dtype, getattr(state, name).name)
+                for name, (first, count, dtype) in record.parts.items()
+            }
+            part = dataclasses.replace(part, **here)
+            where = staging.address + start, record.nbytes, record.offset
+            slices.append(DiskSlice(part, turn, *where))
+            turn = (turn + 1) % DISK_STAGES
+        if state.parameter.name not in records:
+            slices.append(DiskSlice(state))
+    return DiskStates(slices, file, fence, DISK_STAGES)
+
+
+def _bytes_as(staging: Tensor, start: int, count: int, dtype: DType, name: str) -> Tensor:
+    """`count` elements from byte `start` of a buffer on."""
+    if isinstance(staging.data, int):
+        data: Any = staging.data + start
+    else:
+        raw = staging.data.reshape(-1).view(np.uint8)
+        data = raw[start : start + count * dtype.itemsize].view(dtype.numpy)
+    return Tensor(name, (count,), dtype, data, host=True)
+
+
+def _cut(state: StateT, start: int, stop: int, without: Iterable[str] = ()) -> StateT:
+    """Elements start .. stop - 1 of a state's tensors; kept codes are left for later.
+
+    without: names of tensors that come from elsewhere and stay as they are.
+    """
 
     def flat(tensor: Tensor, first: int, last: int) -> Tensor:
         out = tensor.view(tensor.size).rows(first, last)
@@ -203,10 +277,11 @@ def _cut(state: StateT, start: int, stop: int) -> StateT:
     parts: dict[str, Any] = {
         name: flat(getattr(whole, name), start, stop)
         for name in ("weight", "master", "m", "v", "gradient")
+        if name not in without
     }
     if whole.weight is whole.master:
         parts["master"] = parts["weight"]
-    if whole.m_scale is not None:
+    if whole.m_scale is not None and "m_scale" not in without:
         parts["m_scale"] = flat(whole.m_scale, start // M_GROUP, -(-stop // M_GROUP))
     return dataclasses.replace(whole, first=whole.first + start, whole=False, **parts)
 

@@ -22,6 +22,8 @@ from llmq_nb.model.parameters import Parameter, model_parameters, tensor_ids
 from llmq_nb.model.recompute import dropped_activations
 from llmq_nb.model.transformer import Transformer
 from llmq_nb.model.weights import ResidentResiduals, ResidentStore
+from llmq_nb.offload.disk import ScratchFile
+from llmq_nb.offload.disk_states import DiskStates, Done, Fence
 from llmq_nb.offload.optimizer_state import StreamedStates
 from llmq_nb.offload.transfer import ImmediateTransfer
 from llmq_nb.plan.buffers import Plan
@@ -36,6 +38,7 @@ from llmq_nb.plan.shards import (
 from llmq_nb.train.fp8_slots import Fp8Slots
 from llmq_nb.train.host_stores import (
     MakeTransfer,
+    disk_states,
     gathered_weights,
     host_gradients,
     host_residuals,
@@ -51,6 +54,9 @@ from llmq_nb.train.sharding import (
     make_group,
     spread_states,
 )
+
+Disk = tuple[ScratchFile | None, Fence]
+NO_DISK: Disk = (None, Done())
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,7 +137,10 @@ class Rank:
 
 
 def allocate(plan: Plan) -> dict[str, Tensor]:
-    """The plan in host memory: an allocation a place, every buffer a view, all zeros. UserError."""
+    """The plan in host memory: an allocation a place, every buffer a view, all zeros. UserError.
+
+    What is on the disk has no data yet.
+    """
     # the zeros are taken page by page, without a refusal
     check_host_memory(plan.total + plan.host_total)
     memory = {
@@ -140,6 +149,9 @@ def allocate(plan: Plan) -> dict[str, Tensor]:
     }
     tensors = {}
     for buffer, offset in zip(plan.buffers, plan.offsets, strict=True):
+        if buffer.place == "disk":
+            tensors[buffer.name] = Tensor(buffer.name, buffer.shape, buffer.dtype, None)
+            continue
         data = memory[buffer.place][offset : offset + buffer.nbytes].view(buffer.dtype.numpy)
         tensors[buffer.name] = Tensor(
             buffer.name,
@@ -152,11 +164,16 @@ def allocate(plan: Plan) -> dict[str, Tensor]:
 
 
 def make_ranks(
-    config: Config, model: ModelConfig, seats: Seats, transfers: Sequence[MakeTransfer]
+    config: Config,
+    model: ModelConfig,
+    seats: Seats,
+    transfers: Sequence[MakeTransfer],
+    disk: Disk = NO_DISK,
 ) -> list[Rank]:
-    """Wire all ranks of a run."""
+    """Wire all ranks of a run. disk: as in `make_rank`; several ranks have none."""
     if len(seats.tensors) == 1:
-        return [make_rank(config, model, seats.tensors[0], seats.ops[0], transfers[0])]
+        tensors, ops = seats.tensors[0], seats.ops[0]
+        return [make_rank(config, model, tensors, ops, transfers[0], disk=disk)]
     group, out = make_group(config, model, seats), []
     for index, (tensors, ops, transfer) in enumerate(
         zip(seats.tensors, seats.ops, transfers, strict=True)
@@ -183,11 +200,13 @@ def make_rank(
     ops: Ops,
     transfer: MakeTransfer = ImmediateTransfer,
     member: Member | None = None,
+    disk: Disk = NO_DISK,
 ) -> Rank:
     """Wire a rank; an inference plan gives one without gradients.
 
     transfer: makes the copies of one store between device and host. member: its seat among several;
-    None: it holds everything.
+    None: it holds everything. disk: the file of `memory.disk`, None where steps are only prepared,
+    and how to wait for an update.
     """
     tensors = dict(tensors)
     slots = Fp8Slots(config, model, tensors)
@@ -231,7 +250,10 @@ def make_rank(
     states = [_state(config, p, ids[p.name], tensors, member) for p in parameters if optimized]
     states = [state for state in states if state.master.size]
     updates: Any = states
-    if states and streamed_states(config):
+    if states and config.memory.disk:
+        updates = disk_states(config, model, tensors, states, *disk)
+        host_stores.append(updates)
+    elif states and streamed_states(config):
         updates = streamed(config, model, tensors, states, transfer)
         host_stores.append(updates)
     rank = Rank(
@@ -246,7 +268,7 @@ def make_rank(
     rank.fp8_weights = [w for w in quantised if w.fp8 is not None]
     if member is None:
         rank.gradients = [s.gradient for s in states]
-        parts = updates.items if isinstance(updates, StreamedStates) else updates
+        parts = updates.items if isinstance(updates, StreamedStates | DiskStates) else updates
         sliced = {s.parameter.name for s in parts if not s.whole}
         rank.recoded = [s.weight for s in states if s.parameter.name in sliced]
         return rank

@@ -178,6 +178,9 @@ def check_supported(config: Config, device: Device) -> None:
         what = "offload = ['gradients', ...] on several ranks"
         mend = "set parallel.shard_gradients = true: the host keeps the shards of sums"
         raise UserError(what, where="memory.offload", mend=mend)
+    if config.world_size > 1 and config.memory.disk:
+        what = f"disk = {list(config.memory.disk)} on several ranks"
+        raise UserError(what, where="memory.disk", mend="it works on one rank: leave it out")
     if device.kind == "cpu" and config.memory.offload:
         mend = "the cpu engine's memory is host memory already: leave it out"
         raise UserError(
@@ -187,7 +190,9 @@ def check_supported(config: Config, device: Device) -> None:
 
 def check_memory(config: Config, model: ModelConfig) -> None:
     """Raise UserError where the cpu engine would not fit into the machine's memory."""
-    check_host_memory(config.world_size * make_plan(config, model).total + batch_bytes(config))
+    plan = make_plan(config, model)
+    needed = config.world_size * (plan.total + plan.host_total)
+    check_host_memory(needed + batch_bytes(config))
 
 
 def batch_bytes(config: Config) -> int:

@@ -109,7 +109,7 @@ class Trainer:
         check_schedule(config.schedule, self.total_steps)
         tuning = None if checkpoint is None else checkpoint.state.get("tuning")
         self.engine: Engine = make_engine(self.device.kind, config, self.model, tuning)
-        check_checkpoint_space(self.checkpoints, 2 * self._checkpoint_bytes())
+        check_checkpoint_space(self.checkpoints, self._checkpoint_room())
         self.progress = self._start(checkpoint, announce)
         self._before = self.progress
         self.health: HealthMetrics | None = None
@@ -244,7 +244,7 @@ class Trainer:
 
     def make_out_dir(self) -> None:
         """Make the run's folder. Raises UserError where it cannot be written."""
-        check_out_dir(self.checkpoints, 2 * self._checkpoint_bytes())
+        check_out_dir(self.checkpoints, self._checkpoint_room())
 
     def close(self) -> None:
         """End the loader's thread and free the device's memory."""
@@ -304,6 +304,12 @@ class Trainer:
             position=batch.position,
             recent=remember(before.recent, facts["loss"]) if counts else before.recent,
         )
+
+    def _checkpoint_room(self) -> int:
+        """Free bytes that the run needs: a new checkpoint is written beside the one before."""
+        every, first = self.config.checkpoint.every, self.resumed is None
+        only_last = every == 0 or every >= self.total_steps
+        return (1 if first and only_last else 2) * self._checkpoint_bytes()
 
     def _checkpoint_bytes(self) -> int:
         return checkpoint_bytes(snapshot.part_bytes(self.engine))

@@ -13,6 +13,7 @@ import pytest
 
 from llmq_nb.core.device import DeviceError, check, driver, open_device
 from llmq_nb.core.errors import UserError
+from llmq_nb.core.pinned import WRITE_COMBINED
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.offload import pinned
 from llmq_nb.plan import places
@@ -145,10 +146,11 @@ def test_buffers_lie_where_the_plan_says_and_nothing_more_is_pinned():
     engine.close()
 
 
-@pytest.mark.parametrize("registers", [True, False])
-def test_host_memory_is_zeros_that_the_device_reads(registers, monkeypatch):
-    """Both ways to pin: registered pages, and the driver's allocation where it refuses them."""
-    if not registers:
+@pytest.mark.parametrize("way", ["registered", "allocated", "write_combined"])
+def test_host_memory_is_zeros_that_the_device_reads(way, monkeypatch):
+    """All ways to pin: registered pages, the driver's allocation where it refuses them, and that
+    past the host's caches."""
+    if way == "allocated":
 
         def refuse(nbytes: int) -> pinned.Registered:
             raise DeviceError("CUDA_ERROR_NOT_SUPPORTED", "refused")
@@ -156,7 +158,7 @@ def test_host_memory_is_zeros_that_the_device_reads(registers, monkeypatch):
         monkeypatch.setattr(pinned, "Registered", refuse)
     open_device()
     sizes = [(0, 5 << 20), (5 << 20, 6 << 20)]
-    memory = pinned.HostMemory(sizes)
+    memory = pinned.HostMemory(sizes, write_combined=way == "write_combined")
     assert memory.nbytes == pytest.approx(6 << 20, abs=1024)
     for offset in (0, (5 << 20) - 4096, 5 << 20, (6 << 20) - 4096):
         address = memory.address(offset)
@@ -164,7 +166,31 @@ def test_host_memory_is_zeros_that_the_device_reads(registers, monkeypatch):
         found = np.ones(4096, np.uint8)
         check(driver().cuMemcpyDtoH(found.ctypes.data, address, 4096), "reading")
         assert not found.any()
+        flags = check(driver().cuMemHostGetFlags(address), "asking for the flags")
+        assert bool(int(flags) & WRITE_COMBINED) == (way == "write_combined")
     memory.close()
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_states_on_the_disk_keep_the_bits(storage, monkeypatch, tmp_path):
+    """m, v or both; the update is launched, the micro-steps are graphs."""
+    monkeypatch.setattr(places, "STREAMED", 1 << 10)
+    monkeypatch.chdir(tmp_path)
+    want, tuning = resident(storage, 2)
+    for states in (("m",), ("v",), ("m", "v")):
+        config = offload_config(storage, [x for x in LEVERS if x not in states], "copy")
+        memory = dataclasses.replace(config.memory, disk=states)
+        found, _ = run(dataclasses.replace(config, memory=memory), tuning)
+        assert found == want, states
+    assert not list(tmp_path.iterdir())
+
+
+def test_write_combined_memory_keeps_the_bits():
+    want, tuning = resident("e4m3, kept quants", 2)
+    config = offload_config("e4m3, kept quants", LEVERS)
+    memory = dataclasses.replace(config.memory, write_combined=True)
+    found, _ = run(dataclasses.replace(config, memory=memory), tuning)
+    assert found == want
 
 
 @pytest.mark.parametrize("storage", ["bf16", "e4m3, kept quants", "e4m3, no quants"])

@@ -85,6 +85,12 @@ def test_choice_is_the_fastest_of_all_that_fit(run, card, share):
     assert choice.total == total(chosen, model) <= limit
     assert choice.seconds == pytest.approx(min(fitting), rel=1e-9)
     assert choice.seconds == pytest.approx(step_seconds(chosen, model, CARDS[card]), rel=1e-12)
+    fewest: dict[Setting, float] = {}  # of each setting of the other levers, chunks rising
+    for s, size, t in zip(settings(config, offload=False), sizes, times, strict=True):
+        if size <= limit:
+            fewest.setdefault(dataclasses.replace(s, head_chunks=1), t)
+    ranked = [c.seconds for c in search.ranked(limit, None, 7)]
+    assert ranked == pytest.approx(sorted(fewest.values())[:7], rel=1e-9)
 
 
 @quick
@@ -154,6 +160,8 @@ def test_choice_with_offload_is_the_fastest_of_all_that_fit(
 def test_sizes_are_those_of_the_plan(run, kind, data):
     """Of ten random settings, asked of one `Sizes`: to the byte."""
     config, model = run
+    disk = data.draw(st.sampled_from([(), ("v",), ("m", "v")]))
+    config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, disk=disk))
     sizes = Sizes(model, kind)
     every = list(settings(config, offload=kind == "cuda"))
     for index in data.draw(st.lists(st.integers(0, len(every) - 1), min_size=10, max_size=10)):
@@ -250,6 +258,9 @@ def test_settings_are_every_combination():
     # six sets of states, each with residual or not, kept codes or not
     assert len(list(settings(fp8))) == 19 * (6 * 4 + 6 * 2)
     assert len(set(offload_sets(True))) == 24
+    # without m, two of the six are another one; without both, three
+    assert len(set(offload_sets(True, ("m",)))) == len(offload_sets(True, ("m",))) == 20
+    assert len(set(offload_sets(True, ("m", "v")))) == len(offload_sets(True, ("m", "v"))) == 16
 
 
 def test_applied_keeps_the_batch_the_evaluation_and_all_else():

@@ -6,13 +6,16 @@ Expected bytes are counted from the parameters' shapes, limits from the numbers 
 import dataclasses
 import io
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from llmq_nb.config import MemoryConfig
+from llmq_nb.core import files
 from llmq_nb.core.arena import aligned
+from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.families import preset
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.plan.limits import host_room
@@ -113,3 +116,40 @@ def test_memory_host_limit_refuses():
     found = report(run(host_limit="1GiB"), host=100 * GIB)
     assert not found.fits and found.host_free == GIB - total
     assert "by memory.host_limit" in said(found)
+
+
+def test_what_is_on_the_disk_has_its_lines_and_its_time(monkeypatch):
+    """BF16 m and v of all but norms and biases; 2 GB/s both ways."""
+    usage = {"free": 3 * GIB}
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(**usage))
+    rest: Any = ("master", "quants", "gradients", "residual")
+    found, none = report(run(rest, disk=("m", "v"))), report(run(rest))
+    lines = {(line.place, line.category): line.nbytes for line in found.lines}
+    large = [p for p in model_parameters(MODEL) if math.prod(p.shape) >= 1 << 16]
+    size = sum(aligned(2 * math.prod(p.shape)) for p in large)
+    assert lines["disk", "m"] == lines["disk", "v"] == size
+    assert 2 * size <= found.plan.disk_total <= 2 * size + 2 * 4096 * len(large)
+    assert to_json(found)["disk"] == found.plan.disk_total
+    # a slice of 16 Mi elements of both, three times, at an aligned address
+    assert lines["pinned host", "staging"] == 3 * aligned(4 * (16 << 20) + 4096)
+    assert found.plan.total == none.plan.total - 2 * size
+    assert found.speed is not None and none.speed is not None
+    slower = found.speed.step_seconds - none.speed.step_seconds
+    assert slower == pytest.approx(2 * found.plan.disk_total / 2e9, rel=0.1)
+    text = said(found)
+    assert "gone with the run" in text and "of the 3.00 GiB that are free here" in text
+    usage["free"] = GIB
+    assert "too little disk here" in said(report(run(rest, disk=("m", "v"))))
+
+
+def test_the_disk_is_named_where_nothing_fits_and_its_states_are_offloaded_no_more():
+    text = said(report(run(()), device=2 * GIB, host=GIB))
+    moved = sum(aligned(2 * math.prod(p.shape)) for p in model_parameters(MODEL))
+    assert "no setting" in text and f"moves {format_bytes(2 * moved)} of it to the disk" in text
+    config = run((), disk=("m", "v"))
+    found = Search(config, MODEL, H200).choose(4 * GIB, 8 * GIB)
+    assert (
+        found is not None and found.setting.offload and not set("mv") & set(found.setting.offload)
+    )
+    planned = run_plan(found.setting.applied(config), MODEL, "cuda")
+    assert (planned.total, planned.host_total) == (found.total, found.host_total)

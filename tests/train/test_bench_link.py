@@ -47,12 +47,19 @@ def test_a_torn_file_counts_as_none(cache, text):
 
 def test_the_command_prints_and_keeps_the_rates(cache, tmp_path, monkeypatch):
     gpu = dataclasses.make_dataclass("Gpu", ["name"])("NVIDIA H200")
-    monkeypatch.setattr(bench_link, "measure_link", lambda: (gpu, LINK))
+    combined = dataclasses.replace(LINK, to_host=23.5)
+
+    def measure(write_combined: bool = False):
+        return gpu, combined if write_combined else LINK
+
+    monkeypatch.setattr(bench_link, "measure_link", measure)
     file = tmp_path / "out.json"
     done = CliRunner().invoke(bench_command.command, ["offload", "--json", str(file)])
     assert done.exit_code == 0, done.output
     assert "20.0" in done.output and "to the device" in done.output and str(cache) in done.output
-    assert json.loads(file.read_text())["to_host"] == 19.0
+    assert "23.5" in done.output and "memory.write_combined" in done.output
+    found = json.loads(file.read_text())
+    assert found["to_host"] == 19.0 and found["write_combined"]["to_host"] == 23.5
     assert with_measured_link(H200, "NVIDIA H200").host_link == LINK
 
 
@@ -77,10 +84,11 @@ def test_plan_uses_and_names_them_for_this_machines_gpu(cache, tmp_path, monkeyp
 
 
 @pytest.mark.gpu
-def test_what_is_measured_is_plausible_and_moves_the_bytes():
+@pytest.mark.parametrize("write_combined", [False, True])
+def test_what_is_measured_is_plausible_and_moves_the_bytes(write_combined):
     """A link has one rate: alone at least what is left beside the other direction, and no copy is
     faster than 64 GB/s of PCIe 5 x16, but for NVLink-C2C's 450."""
-    device, link = bench_link.measure_link(nbytes=64 << 20)
+    device, link = bench_link.measure_link(nbytes=64 << 20, write_combined=write_combined)
     assert device.name and link.measured
     figures = {k: v for k, v in dataclasses.asdict(link).items() if k != "measured"}
     assert all(math.isfinite(v) and 1 < v < 450 for v in figures.values()), figures
