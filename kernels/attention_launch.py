@@ -119,7 +119,7 @@ def launch_forward(
     heads, count = p.B * p.H, cdiv(p.T, tile.queries)
     launch(
         stream, (heads * count,), out, lse, q, k, v, p.segment_start, heads, p.T, p.H, p.group,
-        count, p.swath(2) * p.group, p.q_stride, p.kv_stride, p.scale * LOG2E,
+        count, p.swath(2, count, p.group), p.q_stride, p.kv_stride, p.scale * LOG2E,
     )  # fmt: skip
 
 
@@ -158,8 +158,8 @@ def launch_dkdv(
     heads, count = p.B * p.G, cdiv(p.T, tile.keys)
     launch(
         stream, (heads * count,), dk, dv, *qkv, dout, stats, p.segment_start, heads, p.T,
-        padded_length(p.T), p.H, p.group, count, p.swath(2 * p.group), p.q_stride, p.kv_stride,
-        stride, p.scale, p.scale * LOG2E,
+        padded_length(p.T), p.H, p.group, count, p.swath(2 * p.group, count), p.q_stride,
+        p.kv_stride, stride, p.scale, p.scale * LOG2E,
     )  # fmt: skip
 
 
@@ -179,8 +179,8 @@ def launch_dq(
     heads, count = p.B * p.H, cdiv(p.T, tile.queries)
     launch(
         stream, (heads * count,), dq, *qkv, dout, stats, p.segment_start, heads, p.T,
-        padded_length(p.T), p.H, p.group, count, p.swath(2) * p.group, p.q_stride, p.kv_stride,
-        stride, p.scale, p.scale * LOG2E,
+        padded_length(p.T), p.H, p.group, count, p.swath(2, count, p.group), p.q_stride,
+        p.kv_stride, stride, p.scale, p.scale * LOG2E,
     )  # fmt: skip
 
 
