@@ -17,7 +17,7 @@ from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.plan.buffers import Group, Plan, has_master
-from llmq_nb.plan.cost import Part, by_part, micro_step_work, optimizer_work
+from llmq_nb.plan.cost import LAUNCH, Part, by_part, micro_step_work, optimizer_work
 from llmq_nb.plan.fit import Choice, setting_of
 from llmq_nb.plan.limits import (
     CONTEXT,
@@ -220,7 +220,7 @@ def predict(config: Config, model: ModelConfig, rates: Rates) -> Speed:
     """Time of an optimizer step, and where it goes."""
     parts: dict[Part, float] = {
         part: config.batch.grad_accumulation * seconds
-        for part, seconds in by_part(micro_step_work(config, model, rates)).items()
+        for part, seconds in by_part(micro_step_work(config, model, rates, LAUNCH)).items()
     }
     for part, seconds in by_part(optimizer_work(config, model, rates)).items():
         parts[part] = parts.get(part, 0.0) + seconds
