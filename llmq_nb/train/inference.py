@@ -1,4 +1,4 @@
-"""A model that only runs forward: the loss on a store, and text from a prompt.
+"""A model that only runs forward: opened from disk, its loss on windows, logits of a text.
 
 Opens a Hugging Face folder, a checkpoint or a run's folder; or shares the weights of a run.
 """
@@ -22,7 +22,6 @@ from llmq_nb.config import (
 )
 from llmq_nb.config_file import parse_config
 from llmq_nb.core.errors import UserError
-from llmq_nb.core.rng import Purpose, philox
 from llmq_nb.core.rounding import to_float32
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import EvalBatch
@@ -143,47 +142,6 @@ class Inference:
             model.forward(layer)
         return to_float32(self.ops.read(model.logits_of(tokens.size - 1)))[0, : self.model.V]
 
-    def generate(
-        self,
-        prompt: NDArray[np.int32],
-        count: int,
-        *,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> Iterator[int]:
-        """Up to `count` tokens after the prompt, ending before an end-of-text token.
-
-        temperature 0 takes the likeliest. A text longer than seq_len is seen through its last
-        tokens.
-        """
-        tokens = list(map(int, prompt))
-        if not tokens:
-            raise UserError("empty prompt", where="--prompt", mend="give at least one token")
-        for index in range(count):
-            seen = np.array(tokens[-self.config.batch.seq_len :], np.int32)
-            token = _sample(self.logits(seen), temperature, top_p, seed, index)
-            if token in self.model.eos_ids:
-                return
-            tokens.append(token)
-            yield token
-
 
 def _head_chunks(rows: int) -> int:
     return max(1, rows // 256)
-
-
-def _sample(
-    logits: NDArray[np.float32], temperature: float, top_p: float, seed: int, index: int
-) -> int:
-    if temperature <= 0:
-        return int(logits.argmax())
-    x = logits.astype(np.float64) / temperature
-    p = np.exp(x - x.max())
-    p /= p.sum()
-    order = np.argsort(-p, kind="stable")
-    total = np.cumsum(p[order])
-    kept = int(np.searchsorted(total, top_p)) + 1  # the smallest set that holds top_p
-    word = int(philox((index, 0, 0, 0), (seed, int(Purpose.SAMPLE))).reshape(-1)[0])
-    point = (word + 0.5) / 2.0**32 * total[min(kept, total.size) - 1]
-    return int(order[min(int(np.searchsorted(total, point)), total.size - 1)])

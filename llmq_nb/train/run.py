@@ -25,7 +25,7 @@ from llmq_nb.report.metrics import HealthMetrics, StepMetrics
 from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
 from llmq_nb.train.eager import shared_weights, weight_arrays
 from llmq_nb.train.facts import start_facts, watch_devices
-from llmq_nb.train.inference import Inference
+from llmq_nb.train.generation import Generator, Sampling
 from llmq_nb.train.policy import Policy
 from llmq_nb.train.signals import Signals
 from llmq_nb.train.trainer import Trainer
@@ -278,23 +278,19 @@ def sample(trainer: Trainer, prompt: str) -> str:
     """The prompt and its continuation by the trained model."""
     tokenizer = trainer.data.tokenizer
     tokens = tokenizer.encode(prompt)
+    if len(tokens) == 0:
+        raise UserError("empty sample", where="log.sample", mend="give a prompt, or leave it out")
     weights = shared_weights(trainer.engine)
-    inference = Inference(
+    sampling = Sampling(SAMPLE_TEMPERATURE, 0.95, trainer.config.run.seed)
+    with Generator(
         trainer.model,
-        micro_batch=1,
-        seq_len=trainer.config.batch.seq_len,
+        rows=1,
+        length=trainer.config.batch.seq_len,
+        prompt=len(tokens),
         base=trainer.config,
         weights=weights,
         arrays=weight_arrays(trainer.engine) if weights is None else None,
         kind=trainer.engine.kind,
-    )
-    if len(tokens) == 0:
-        raise UserError("empty sample", where="log.sample", mend="give a prompt, or leave it out")
-    new = inference.generate(
-        tokens,
-        SAMPLE_TOKENS,
-        temperature=SAMPLE_TEMPERATURE,
-        top_p=0.95,
-        seed=trainer.config.run.seed,
-    )
+    ) as generator:
+        new = [token for _, token in generator.generate([tokens], SAMPLE_TOKENS, sampling)]
     return tokenizer.decode([*map(int, tokens), *new])
