@@ -116,7 +116,7 @@ class _Shown:
             click.echo(text[len(shown) :], nl=False)
             shown = text
         if self.streams:
-            click.echo()
+            click.echo(decode([*context[0], *new[0]])[len(shown) :])
             return
         for i, ids in enumerate(new):
             text = decode([*context[i], *ids])[len(before[i]) :]

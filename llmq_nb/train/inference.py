@@ -122,13 +122,20 @@ class Inference:
     def loss(self, batches: Iterator[EvalBatch]) -> tuple[float, int]:
         """(mean loss over the supervised tokens, their number)."""
         sums, supervised = [], 0
+        for batch, losses in self.losses(batches):
+            sums.append(float(losses.sum(dtype=np.float64)))
+            supervised += batch.supervised
+        return (math.fsum(sums) / supervised if supervised else math.nan), supervised
+
+    def losses(
+        self, batches: Iterator[EvalBatch]
+    ) -> Iterator[tuple[EvalBatch, NDArray[np.float32]]]:
+        """Each batch with its targets' losses, (micro_batch, seq_len), 0 of what is masked."""
         for batch in batches:
             load(self.rank, batch.tokens, batch.targets, batch.segment_start, None)
             evaluation_step([self.rank])
             losses = self.ops.read(self.rank.model.head.loss)
-            sums.append(float(losses.sum(dtype=np.float64)))
-            supervised += batch.supervised
-        return (math.fsum(sums) / supervised if supervised else math.nan), supervised
+            yield batch, losses.reshape(batch.targets.shape)
 
     def logits(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """Logits of the token after `tokens` (at most seq_len): (V,)."""
