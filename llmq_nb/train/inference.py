@@ -5,7 +5,7 @@ Opens a Hugging Face folder, a checkpoint or a run's folder; or shares the weigh
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from llmq_nb.core.rounding import to_float32
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import EvalBatch
 from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config
-from llmq_nb.io.safetensors_io import SafetensorsFile
-from llmq_nb.io.weights import load_weights
+from llmq_nb.io.weights import WeightFiles, load_weights, read_parameter
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import Parameter, model_parameters
 from llmq_nb.plan.buffers import INFERENCE
@@ -46,6 +45,8 @@ class Opened:
 
     model: ModelConfig
     arrays: Arrays
+    read: Callable[[Parameter], NDArray[Any]]
+    """One parameter; `arrays` gives all of them in forward order."""
     tokenizer: str | None
     precision: Config
     """What it runs with: that of the run, or for a folder FP32 if its weights are."""
@@ -60,7 +61,12 @@ def open_model(path: str | Path, *, seq_len: int = 1) -> Opened:
     if (folder / CONFIG_NAME).is_file():
         model = read_model_config(folder, seq_len=seq_len)
         tokenizer = str(folder) if (folder / "tokenizer.json").is_file() else None
-        return Opened(model, load_weights(folder, model), tokenizer, _stored_precision(folder))
+        arrays, files = load_weights(folder, model), WeightFiles(folder)
+
+        def read(p: Parameter) -> NDArray[Any]:
+            return read_parameter(files, p)
+
+        return Opened(model, arrays, read, tokenizer, _stored_precision(folder))
     place = folder if (folder / "manifest.json").is_file() else None
     place = place or latest_checkpoint(folder) or latest_checkpoint(folder / "checkpoints")
     if place is None:
@@ -69,17 +75,22 @@ def open_model(path: str | Path, *, seq_len: int = 1) -> Opened:
     checkpoint = read_checkpoint(place)
     model, tensors = saved_model(checkpoint), checkpoint.tensors("master")
     config = parse_config(checkpoint.state["config"], where=str(place / "state.json"))
-    arrays = ((p, fused(p, tensors)) for p in model_parameters(model))
+
+    def fused_of(p: Parameter) -> NDArray[Any]:
+        return fused(p, tensors)
+
+    arrays = ((p, fused_of(p)) for p in model_parameters(model))
     tokenizer = config.data.tokenizer
     if tokenizer is None:
         beside = Path(config.model.path)
         tokenizer = str(beside) if (beside / "tokenizer.json").is_file() else "bytes"
-    return Opened(model, arrays, tokenizer, config)
+    return Opened(model, arrays, fused_of, tokenizer, config)
 
 
 def _stored_precision(folder: Path) -> Config:
-    specs = (s for f in folder.glob("*.safetensors") for s in SafetensorsFile(f).specs.values())
-    kind = "fp32" if any(spec.dtype == np.float32 for spec in specs) else "bf16"
+    files = WeightFiles(folder)  # which knows scales from weights
+    wide = any(files.spec(name).dtype == np.float32 for name in files.names())
+    kind = "fp32" if wide else "bf16"
     return Config(
         model=ModelSection(path=str(folder)),
         data=DataConfig(train="none"),

@@ -34,6 +34,10 @@ from tests.model.harness import FIXTURES, expected, small_model
 CASE = "qwen2_untied"
 
 
+def _unused(parameter: Any) -> Any:
+    raise AssertionError(parameter)
+
+
 def oracle_losses(tokens: Any, targets: Any, segment_start: Any) -> np.ndarray[Any, Any]:
     """Loss of every target (B, T), 0 where it is masked, in float64."""
     folder = FIXTURES / CASE
@@ -170,7 +174,9 @@ def test_fp8_runs_are_scored_in_their_weights_format() -> None:
     got, mean = [], []
     for matmul in (None, "e4m3"):
         precision = PrecisionConfig(dtype="bf16", matmul=matmul)
-        opened = Opened(model, iter(arrays), None, dataclasses.replace(base, precision=precision))
+        opened = Opened(
+            model, iter(arrays), _unused, None, dataclasses.replace(base, precision=precision)
+        )
         with Evaluator(opened, "cpu") as evaluator:
             got.append(log_probabilities(evaluator.inference(1, 16, exact=True), pairs))
             mean.append(log_probabilities(evaluator.inference(1, 16), pairs))
@@ -205,7 +211,7 @@ def test_scores_on_the_gpu(dtype: Any) -> None:
     pairs = [tuple(rng.integers(0, 112, n).astype(np.int32) for n in size) for size in sizes]
     got = []
     for kind in ("cpu", "cuda"):
-        with Evaluator(Opened(model, iter(arrays), None, base), kind) as evaluator:
+        with Evaluator(Opened(model, iter(arrays), _unused, None, base), kind) as evaluator:
             got.append(log_probabilities(evaluator.inference(2, 40, exact=True), pairs))
             with evaluator.generator(2, 40, 9) as generator:
                 made = list(generator.generate([[1], [2] * 9], 8, Sampling(0.0), stop_ids=()))
