@@ -96,13 +96,8 @@ class WeightFiles:
 
     def names(self) -> list[str]:
         """Every tensor but the scales of codes, sorted."""
-        return sorted(
-            name
-            for name in self._file_of
-            if not (
-                name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._file_of
-            )
-        )
+        scales = {name + SCALE_SUFFIX for name in self._file_of}
+        return sorted(set(self._file_of) - scales)
 
     def spec(self, name: str) -> TensorSpec:
         """Dtype and shape of a tensor; BF16 of codes. KeyError if there is none of that name."""

@@ -15,7 +15,7 @@ from llmq_nb.core.errors import UserError
 from llmq_nb.data.loader import EvalBatch
 from llmq_nb.data.prompts import Prompt, PromptCoder
 from llmq_nb.data.tasks import ExactMatch, MultipleChoice
-from llmq_nb.data.tokenizer import ByteTokenizer
+from llmq_nb.data.tokenizer import ByteTokenizer, Ids
 from llmq_nb.train.generation import Sampling
 from llmq_nb.train.inference import open_model
 from llmq_nb.train.scoring import (
@@ -47,6 +47,15 @@ def oracle_losses(tokens: Any, targets: Any, segment_start: Any) -> np.ndarray[A
     lse = np.log(np.exp(logits).sum(-1))
     at = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
     return np.where(targets == -100, 0.0, lse - at)
+
+
+def random_pairs(
+    rng: np.random.Generator, V: int, sizes: list[tuple[int, int]]
+) -> list[tuple[Ids, Ids]]:
+    def ids(n: int) -> Ids:
+        return rng.integers(0, V, n).astype(np.int32)
+
+    return [(ids(before), ids(after)) for before, after in sizes]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +95,7 @@ def test_log_probabilities(evaluator: Evaluator, micro_batch: int, seq_len: int)
     rng = np.random.default_rng(1)
     V = evaluator.model.V
     sizes = [(1, 1), (5, 6), (7, 6), (3, 1), (9, 2), (1, 6)]
-    pairs = [tuple(rng.integers(0, V, n).astype(np.int32) for n in size) for size in sizes]
+    pairs = random_pairs(rng, V, sizes)
     inference = evaluator.inference(micro_batch, seq_len, exact=True)
     got = log_probabilities(inference, pairs)
     for (before, after), value in zip(pairs, got, strict=True):
@@ -208,7 +217,7 @@ def test_scores_on_the_gpu(dtype: Any) -> None:
     base = open_model(FIXTURES / CASE).precision
     base = dataclasses.replace(base, precision=PrecisionConfig(dtype=dtype))
     sizes = [(1, 1), (5, 6), (7, 6), (30, 1), (9, 2), (1, 6)]
-    pairs = [tuple(rng.integers(0, 112, n).astype(np.int32) for n in size) for size in sizes]
+    pairs = random_pairs(rng, 112, sizes)
     got = []
     for kind in ("cpu", "cuda"):
         with Evaluator(Opened(model, iter(arrays), _unused, None, base), kind) as evaluator:
