@@ -70,7 +70,7 @@ def test_losses_by_position(evaluator: Evaluator) -> None:
     B, T = arrays[0].shape
     inference = evaluator.inference(B, T)
     supervised = int((arrays[1] != -100).sum())
-    twice = [EvalBatch(*arrays, supervised)] * 2
+    twice = [EvalBatch(arrays[0], arrays[1], arrays[2], supervised)] * 2
     loss, tokens, buckets = loss_by_position(inference, iter(twice))
     want = oracle_losses(*arrays)
     by_bucket: dict[int, list[float]] = {}
