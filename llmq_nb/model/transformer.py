@@ -21,8 +21,8 @@ class Transformer:
     """config: the shape. blocks, g: each layer's activations and gradients.
 
     dropped: activations that backward computes again. adds_up: whether gradients add up in their
-    buffers over micro-steps; else each micro-step's are handed over on their release. caches: keys and
-    values of each layer, where forward goes on from what came before (generation).
+    buffers over micro-steps; else each micro-step's are handed over on their release. caches: keys
+    and values of each layer, where forward goes on from what came before (generation).
     """
 
     config: ModelConfig
