@@ -27,7 +27,7 @@ from llmq_nb.train.eager import shared_weights, weight_arrays
 from llmq_nb.train.facts import start_facts, watch_devices
 from llmq_nb.train.generation import Generator, Sampling
 from llmq_nb.train.policy import Policy
-from llmq_nb.train.signals import Signals
+from llmq_nb.train.signals import Signals, Stopped
 from llmq_nb.train.trainer import Trainer
 
 SAMPLE_TOKENS = 300
@@ -40,42 +40,53 @@ def run(
 ) -> int:
     """Train until the last step or a signal; returns the exit code (0, or 128 + signal)."""
     check_run(config)
+    last: Path | None = None
     with (
         Signals() as signals,
         only_run_in(Path(config.out_dir)) as claim,
-        Trainer(config, resume=resume) as trainer,
+        contextlib.ExitStack() as stack,
     ):
-        config = trainer.config  # resolved
-        trainer.make_out_dir()
-        claim()
-        remove_torn(trainer.out_dir / "config.toml")
-        with atomic_file(trainer.out_dir / "config.toml") as file:
-            file.write(to_toml(config).encode())
-        done = trainer.progress.step
-        trackers = open_trackers(
-            config.log.trackers,
-            run_name=config.run.name,
-            out_dir=trainer.out_dir,
-            config=dataclasses.asdict(config),
-            resumed_step=done,
-        )
-        with JsonlLog(trainer.out_dir / "log.jsonl", resumed_step=done) as log:
-            log.cmd(argv)
-            log.config(to_toml(config))
-            log.info(trainer.device.reason, **start_facts(trainer))
-            with watch_devices(trainer, log) as monitor:
-                loop = Loop(trainer, log, trackers, signals, monitor)
-                try:
-                    last = loop.run()
-                finally:
-                    for tracker in trackers:
-                        tracker.close()
+        try:
+            with signals.at_once():
+                trainer = stack.enter_context(Trainer(config, resume=resume))
+            trainer.make_out_dir()
+            claim()
+            last = _train(trainer, signals, argv)
+            if signals.received is None:
+                with signals.at_once():
+                    leave(trainer, last)
+        except Stopped:
+            pass
         if signals.received is not None:
             where = "no step was made" if last is None else f"checkpoint: {last}"
             announce(f"stopped by signal {signals.received}; {where}")
-            return signals.exit_code
-        leave(trainer, last)
-    return 0
+    return signals.exit_code
+
+
+def _train(trainer: Trainer, signals: Signals, argv: Sequence[str]) -> Path | None:
+    """The remaining steps, logged; the newest checkpoint."""
+    config = trainer.config  # resolved
+    remove_torn(trainer.out_dir / "config.toml")
+    with atomic_file(trainer.out_dir / "config.toml") as file:
+        file.write(to_toml(config).encode())
+    done = trainer.progress.step
+    trackers = open_trackers(
+        config.log.trackers,
+        run_name=config.run.name,
+        out_dir=trainer.out_dir,
+        config=dataclasses.asdict(config),
+        resumed_step=done,
+    )
+    with JsonlLog(trainer.out_dir / "log.jsonl", resumed_step=done) as log:
+        log.cmd(argv)
+        log.config(to_toml(config))
+        log.info(trainer.device.reason, **start_facts(trainer))
+        with watch_devices(trainer, log) as monitor:
+            try:
+                return Loop(trainer, log, trackers, signals, monitor).run()
+            finally:
+                for tracker in trackers:
+                    tracker.close()
 
 
 @contextlib.contextmanager
