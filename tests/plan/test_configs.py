@@ -144,7 +144,7 @@ def test_the_head_of_gsm8k_makes_its_data():
     messages = json.loads(done.stdout)["messages"]
 
     class Templated(ByteTokenizer):
-        chat_template = "\n".join(re.findall(r"^#     (\{.*)$", head, re.MULTILINE))
+        chat_template: str | None = "\n".join(re.findall(r"^#     (\{.*)$", head, re.MULTILINE))
 
     ids, mask = ChatRenderer(Templated()).render(messages)
     end = ByteTokenizer.eos_id
