@@ -260,8 +260,11 @@ def _answers(
 
 
 def accuracy(right: Sequence[bool]) -> tuple[float, float]:
-    """(share, its standard error) of right answers; NaN of none."""
+    """(share, its standard error) of right answers; NaN of none.
+
+    The error is that of one more right and one more wrong answer: two right ones say little.
+    """
     if not right:
         return math.nan, math.nan
-    share = sum(right) / len(right)
-    return share, math.sqrt(share * (1 - share) / len(right))
+    smooth = (sum(right) + 1) / (len(right) + 2)
+    return sum(right) / len(right), math.sqrt(smooth * (1 - smooth) / len(right))

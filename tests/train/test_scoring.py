@@ -163,7 +163,8 @@ def test_questions_that_are_too_long_are_named() -> None:
 
 def test_accuracy() -> None:
     share, error = accuracy([True, False, True, True])
-    assert share == 0.75 and abs(error - np.sqrt(0.75 * 0.25 / 4)) < 1e-12
+    assert share == 0.75 and abs(error - np.sqrt(4 / 6 * 2 / 6 / 4)) < 1e-12
+    assert accuracy([True] * 2) == (1.0, np.sqrt(3 / 4 * 1 / 4 / 2))
     assert np.isnan(accuracy([])).all()
 
 
