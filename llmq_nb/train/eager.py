@@ -16,8 +16,9 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.parameters import Parameter
 from llmq_nb.plan.buffers import Buffer, Group, make_plan
-from llmq_nb.train.rank import Rank, State, allocate, make_rank
+from llmq_nb.train.rank import Rank, State
 from llmq_nb.train.sharding import Spread
+from llmq_nb.train.wiring import allocate, make_rank
 
 Kind = Literal["cpu", "cuda"]
 

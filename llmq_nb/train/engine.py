@@ -29,9 +29,10 @@ from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.host_stores import MakeTransfer, on_disk
-from llmq_nb.train.rank import Rank, State, allocate, make_ranks, run_states
+from llmq_nb.train.rank import Rank, State
 from llmq_nb.train.sharding import Seats, Spread, parts_of, read_spread, write_spread
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step, refresh_weights
+from llmq_nb.train.wiring import allocate, make_ranks, run_states
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

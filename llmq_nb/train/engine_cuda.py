@@ -60,10 +60,11 @@ from llmq_nb.train.eager import Kind
 from llmq_nb.train.engine import StepResult, result, step_scalars, write_on_disk
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.host_stores import on_disk
-from llmq_nb.train.rank import Rank, make_rank, make_ranks, run_states
+from llmq_nb.train.rank import Rank
 from llmq_nb.train.sharding import Spread, parts_of, read_spread, write_spread
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step, refresh_weights
 from llmq_nb.train.tuning import keep_machine_tuning, known_tuning
+from llmq_nb.train.wiring import make_rank, make_ranks, run_states
 
 UPDATE = "optimizer step"
 """The graph's name."""

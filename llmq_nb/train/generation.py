@@ -28,7 +28,7 @@ from llmq_nb.plan.buffers import INFERENCE, Buffer
 from llmq_nb.train.eager import Eager, Kind, make_eager
 from llmq_nb.train.engine import load
 from llmq_nb.train.inference import Arrays
-from llmq_nb.train.rank import cache_name
+from llmq_nb.train.wiring import cache_name
 
 PIECE = 256
 """Most tokens of each prompt that are taken at once."""

@@ -28,8 +28,9 @@ from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.ops import Scalars
 from llmq_nb.model.parameters import Parameter
 from llmq_nb.plan.buffers import make_plan
-from llmq_nb.train.rank import Rank, allocate, make_rank
+from llmq_nb.train.rank import Rank
 from llmq_nb.train.step import micro_step
+from llmq_nb.train.wiring import allocate, make_rank
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "transformers"
 CASES = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())

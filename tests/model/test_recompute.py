@@ -21,8 +21,8 @@ from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.engine_cpu import CpuOps, rows
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.plan.buffers import make_plan
-from llmq_nb.train.rank import allocate, make_rank
 from llmq_nb.train.step import optimizer_step
+from llmq_nb.train.wiring import allocate, make_rank
 from tests.model.harness import (
     bits,
     gradients,

@@ -18,8 +18,8 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.plan.buffers import INFERENCE, make_plan
-from llmq_nb.train.rank import allocate, make_rank
 from llmq_nb.train.step import evaluation_step
+from llmq_nb.train.wiring import allocate, make_rank
 from tests.model.harness import (
     load_micro_batch,
     make_config,

@@ -40,8 +40,8 @@ from llmq_nb.plan.link import symmetric
 from llmq_nb.plan.mfu import PEAKS
 from llmq_nb.plan.rates import CARDS, H200, Rates, at, rates_of
 from llmq_nb.train.bench_step import label
-from llmq_nb.train.rank import allocate, make_rank
 from llmq_nb.train.step import optimizer_step
+from llmq_nb.train.wiring import allocate, make_rank
 from tests.model.harness import make_config, random_batch, run_micro_steps, small_model
 
 CHOICES = get_args(Recompute)
