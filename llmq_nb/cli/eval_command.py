@@ -6,7 +6,7 @@ import math
 import click
 
 
-@click.command("eval")
+@click.command("eval", short_help="The mean loss of a model on a token store.")
 @click.argument("model", type=click.Path())
 @click.option("--data", required=True, type=click.Path(), help="A token store (.zarr).")
 @click.option(

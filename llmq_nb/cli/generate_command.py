@@ -3,9 +3,10 @@
 import click
 
 
-@click.command("generate")
+@click.command("generate", short_help="Continue a prompt, or answer one (--chat).")
 @click.argument("model", type=click.Path())
 @click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's message: let it answer.")
 @click.option("--tokens", default=200, show_default=True, type=click.IntRange(1))
 @click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0))
 @click.option(
@@ -17,6 +18,7 @@ import click
 def command(
     model: str,
     prompt: str,
+    chat: bool,
     tokens: int,
     temperature: float,
     top_p: float,
@@ -36,6 +38,12 @@ def command(
         raise UserError(f"{model} has no tokenizer", mend="give one with --tokenizer")
     coder = load_tokenizer(name)
     ids = coder.encode(prompt)
+    if chat:
+        from llmq_nb.data.chat import ChatRenderer
+
+        if not prompt:
+            raise UserError("empty prompt", where="--prompt", mend="say something")
+        ids = ChatRenderer(coder).prompt([{"role": "user", "content": prompt}], where="--prompt")
     length = min(seq_len or len(ids) + tokens, opened.model.max_position)
     inference = Inference(
         opened.model,
@@ -47,7 +55,8 @@ def command(
     )
     made = list(map(int, ids))
     shown = coder.decode(made)
-    click.echo(shown, nl=False)
+    if not chat:  # of a chat the answer alone
+        click.echo(shown, nl=False)
     for token in inference.generate(ids, tokens, temperature=temperature, top_p=top_p, seed=seed):
         made.append(token)
         text = coder.decode(made)
