@@ -68,6 +68,12 @@ class Shape:
     """FP8: without the periodic promotion of the sums (precision.fast_accumulation)."""
 
     @property
+    def timing_bytes(self) -> int:
+        """Memory that timing it needs: three times the largest of its matrices."""
+        largest = max(self.N * self.M, self.N * self.K, self.M * self.K)
+        return 3 * (-(-largest * max(self.operand.itemsize, self.out.itemsize) // 256) * 256)
+
+    @property
     def quantised(self) -> bool:
         """Whether operands are FP8 codes in some form."""
         return self.codes or self.operand.is_fp8
@@ -242,13 +248,16 @@ class Products:
         if not is_preparing():
             plan(out, x, y, workspace=self.workspace, stream=stream, bias=bias, scales=scales)
 
-    def tune(self, memory: int, *, stream: int) -> None:
+    def tune(self, memory: int, nbytes: int, *, stream: int) -> None:
         """Time the candidates of every shape in use that has no choice yet, and choose.
 
-        memory: where operands and results may lie (overwritten): 3 times the largest of them.
+        memory: where operands and results may lie (overwritten), nbytes of values that are finite
+        in every format. A shape that needs more keeps the heuristic's first for now.
         """
-        for shape, plan in self._plans.items():
-            if str(shape) in self.choices:
+        # results lie behind the operands, so what a smaller product reads was never written
+        for shape in sorted(self._plans, key=lambda s: -s.timing_bytes):
+            plan = self._plans[shape]
+            if str(shape) in self.choices or shape.timing_bytes > nbytes:
                 continue
             seconds = self.times(plan, memory, stream=stream)
             best = int(np.argmin(seconds))
@@ -267,10 +276,7 @@ class Products:
 
     def times(self, plan: Product, memory: int, *, stream: int) -> list[float]:
         """Seconds of a launch with each candidate, in their order; memory as in `tune`."""
-        s = plan.shape
-        largest = max(s.N * s.M, s.N * s.K, s.M * s.K)
-        room = -(-largest * max(s.operand.itemsize, s.out.itemsize) // 256) * 256
-        seconds = []
+        room, seconds = plan.shape.timing_bytes // 3, []
         for candidate in range(plan.count):
             plan.choose(candidate)
             seconds.append(self._time(plan, memory, room, stream))
@@ -286,7 +292,7 @@ class Products:
             record_event(start, stream)
             for _ in range(2):
                 plan(
-                    memory, memory + room, memory + 2 * room,
+                    memory + 2 * room, memory, memory + room,
                     workspace=self.workspace, stream=stream, bias=bias, scales=scales,
                 )  # fmt: skip
             record_event(end, stream)

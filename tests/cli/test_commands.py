@@ -19,7 +19,7 @@ OPTIONS = {
     "tokenize": ["--out", "--tokenizer", "--format"],
     "inspect": ["--samples", "--seed", "--tokenizer", "--json"],
     "export": ["--dtype", "--max-shard-size"],
-    "generate": ["--prompt", "--chat", "--temperature", "--top-p", "--seed"],
+    "generate": ["--prompt", "--temperature", "--top-p", "--seed"],
     "eval": ["--data", "--seq-len", "--json"],
     "plot": ["--out", "--over"],
     "replay": ["--step", "--json"],

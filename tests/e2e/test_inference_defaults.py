@@ -3,12 +3,10 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from llmq_nb.config_file import parse_config
 from llmq_nb.model.families import preset
-from llmq_nb.train.inference import Inference, open_model
 from llmq_nb.train.setup import inference_kind
 from tests.e2e.runs import Cli, make_run, numbers, write_model
 
@@ -87,20 +85,3 @@ def test_bench_refuses_a_place_it_cannot_write(cli: Cli, tmp_path: Path) -> None
         result = cli("bench", "data", "--json", place, cwd=tmp_path)
         assert result.code == 2 and words in result.error and "--json" in result.error
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
-
-
-def test_a_chat_prompt_is_the_templates(run: Path, cli: Cli) -> None:
-    """ChatML by hand; a run's folder answers with what these ids are continued by, alone."""
-    opened = open_model(run / "out")
-    ids = [257, *b"user\nHello", 258, 10, 257, *b"assistant\n"]
-    model = Inference(
-        opened.model, micro_batch=1, seq_len=64, base=opened.precision, arrays=opened.arrays
-    )
-    made = list(model.generate(np.array(ids, np.int32), 12, temperature=0))
-    argv = ("generate", "out", "--prompt", "Hello", "--tokens", "12", "--temperature", "0")
-    answer, plain = cli(*argv, "--chat", cwd=run), cli(*argv, cwd=run)
-    assert answer.code == 0, answer.err
-    assert made and answer.out == bytes(i for i in made if i < 256).decode("ascii") + "\n"
-    assert plain.out.startswith("Hello")
-    empty = cli("generate", "out", "--prompt", "", "--chat", cwd=run)
-    assert empty.code == 2 and "empty prompt in --prompt" in empty.err

@@ -17,6 +17,7 @@ from llmq_nb.kernels import (
     accumulate,
     adamw,
     attention,
+    attention_cached,
     bias,
     combine,
     cross_entropy,
@@ -90,7 +91,7 @@ class CudaOps:
             self.write(self._chunks[0], table.view(np.int32))
             self.write(self._chunks[1], first)
         for tensor, table in zip(
-            (self._cos, self._sin), rope_tables(self.model, self.T), strict=True
+            (self._cos, self._sin), rope_tables(self.model, self._cos.shape[0]), strict=True
         ):
             self.write(tensor, table)
 
@@ -217,6 +218,14 @@ class CudaOps:
             tiles=self.tiles, **self._heads(), **self._common(heads),
         )  # fmt: skip
         self.fp8.measure(out)
+
+    def cached_attention(
+        self, out: Tensor, heads: Tensor, cache: Tensor, segment_start: Tensor
+    ) -> None:
+        attention_cached.attention_cached_launch(
+            out.data, cache.data, heads.data, segment_start.data, B=self.B, T=self.T,
+            S=cache.shape[1], **self._heads(), **self._common(heads),
+        )  # fmt: skip
 
     def attention_backward(
         self,
@@ -382,11 +391,15 @@ class CudaOps:
         )  # fmt: skip
 
     def fill_memory(self, address: int, nbytes: int) -> None:
-        """Random BF16 values: what products are timed on."""
+        """Random values of any format, what products are timed on: BF16 of magnitude below 2, and
+        FP8 codes of which none is NaN or infinite (a product of NaN draws less power)."""
         elementwise.fill_normal_launch(
             address, n=nbytes // 32 * 16, seed=0, tensor=0, std=1.0, dtype="bf16",
             stream=self.stream,
         )  # fmt: skip
+        elementwise.mask_launch(
+            address, nbytes=nbytes // 32 * 32, mask=elementwise.FINITE_BYTES, stream=self.stream
+        )
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
         host = np.empty(tensor.shape, tensor.dtype.numpy)
