@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 the user's input is wrong; 1 a failure of ours or the mach
 signal n.
 """
 
+import difflib
 import importlib
 import os
 import sys
@@ -37,6 +38,9 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            if near:
+                raise UserError(f"no command {cmd_name!r}", mend=f"did you mean {near[0]!r}?")
             return None
         return importlib.import_module(f"llmq_nb.cli.{cmd_name}_command").command
 
@@ -59,7 +63,10 @@ def main() -> None:
     except MachineError as error:
         fail(str(error), EXIT_FAILURE)
     except click.ClickException as error:
-        fail(f"{error.format_message()} (llmq-nb --help lists commands and options)", EXIT_USER)
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        asked = context.info_name if context is not None and context.parent is not None else None
+        more = f"llmq-nb {asked} --help" if asked else "llmq-nb --help"
+        fail(f"{error.format_message().rstrip('.')}: see {more}", EXIT_USER)
     except (click.Abort, KeyboardInterrupt):
         fail("interrupted", 128 + 2)
     except BrokenPipeError:  # the reader of our output has left: nobody to tell

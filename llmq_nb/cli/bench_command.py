@@ -9,7 +9,7 @@ import click
 from llmq_nb.config import Recompute
 
 
-@click.command("bench")
+@click.command("bench", short_help="Measure this machine: steps, kernels, links, the loader.")
 @click.argument("what", type=click.Choice(["data", "step", "kernels", "matmul", "offload", "comm"]))
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures."

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from llmq_nb.train.tuning import Timed
 
 
-@click.command("compile")
+@click.command("compile", short_help="Build a run's GPU kernels into the disk cache.")
 @click.argument("config", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="section.key=value", help="Override.")
 @click.option(

@@ -11,7 +11,7 @@ PACKAGES = ("numba", "numba-cuda", "cuda-bindings", "cuda-core", "numpy", "ml-dt
 GPU_PACKAGES = ("nvidia-nvvm", "nvidia-nvjitlink", "nvmath-python", "nvidia-cublas")
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="What is installed here, and what to install.")
 def command() -> None:
     """Versions, cores, memory, disk, NVIDIA driver and GPUs, what to install for them, and which
     GPUs copy from each other."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llmq_nb.train.scoring import Encoded, Evaluator
 
 
-@click.command("eval")
+@click.command("eval", short_help="The mean loss of a model on a token store.")
 @click.argument("model", type=click.Path())
 @click.option("--data", default=None, type=click.Path(), help="A token store (.zarr): the loss.")
 @click.option(

@@ -3,7 +3,7 @@
 import click
 
 
-@click.command("export")
+@click.command("export", short_help="Write a checkpoint as a Hugging Face folder.")
 @click.argument("checkpoint", type=click.Path())
 @click.argument("out_dir", type=click.Path())
 @click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)

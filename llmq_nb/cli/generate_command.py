@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from llmq_nb.data.prompts import Prompt
 
 
-@click.command("generate")
+@click.command("generate", short_help="Continue prompts, or answer them (--chat).")
 @click.argument("model", type=click.Path())
 @click.option("--prompt", multiple=True, help="The text to go on from; may be given again.")
 @click.option(

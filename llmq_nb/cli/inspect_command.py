@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llmq_nb.data.store import TokenStore
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="Show what a token store holds and what is trained on.")
 @click.argument("store", type=click.Path())
 @click.option("--samples", default=3, show_default=True, type=click.IntRange(0))
 @click.option("--tokens", default=200, show_default=True, type=click.IntRange(1), help="A sample.")

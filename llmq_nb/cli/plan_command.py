@@ -16,7 +16,7 @@ DEFAULT_CARD = "H200"
 """Where this machine has no GPU and none is named: the one whose rates were measured."""
 
 
-@click.command("plan")
+@click.command("plan", short_help="Does a run fit, and how fast will it be?")
 @click.argument("config", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="section.key=value", help="Override.")
 @click.option(

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 
-@click.command("plot")
+@click.command("plot", short_help="The curves of runs as a picture.")
 @click.argument("run_dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--out", required=True, type=click.Path(path_type=Path), help="A .png, or .html: the report."

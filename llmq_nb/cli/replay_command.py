@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 
-@click.command("replay")
+@click.command("replay", short_help="Make a step again and name its first bad tensor.")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--step", required=True, type=int, help="The first is 1.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

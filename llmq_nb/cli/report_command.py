@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 
-@click.command("report")
+@click.command("report", short_help="One page with everything that runs have logged.")
 @click.argument("run_dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--out", default=None, type=click.Path(path_type=Path), help="Default: RUN_DIR/report.html."

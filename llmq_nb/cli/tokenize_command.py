@@ -5,7 +5,7 @@ import click
 FORMATS = ["auto", "text", "jsonl", "parquet", "chat", "llmq-bin", "llmc-bin"]
 
 
-@click.command("tokenize")
+@click.command("tokenize", short_help="Make a token store of text, JSONL, parquet or chats.")
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("--out", required=True, type=click.Path(), help="The store to make (.zarr).")
 @click.option("--tokenizer", required=True, help="`bytes`, a tokenizer.json or its folder.")

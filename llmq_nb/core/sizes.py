@@ -16,6 +16,8 @@ def parse_bytes(text: str, *, where: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", text)
     if match is None or match[2] not in UNITS:
         raise UserError(f"size {text!r}", where=where, mend="write for example 15GiB or 500MB")
+    if not match[2] and 0 < float(match[1]) < 1000:  # "16": nobody means 16 bytes
+        raise UserError(f"size {text!r}", where=where, mend=f"give its unit: {text.strip()}GiB")
     return int(float(match[1]) * UNITS[match[2]])
 
 

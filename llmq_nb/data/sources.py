@@ -69,7 +69,7 @@ def _expand(pattern: str) -> tuple[bool, list[tuple[Path, str]]]:
         if path.is_dir():
             raise UserError("a folder", where=pattern, mend=f"name its files: {pattern}/**/*.txt")
         if not path.is_file():
-            raise UserError("no such file", where=pattern)
+            raise UserError("no such file", where=pattern, mend=_begins(pattern))
         return False, [(path, path.name)]
     parts = Path(full).parts
     depth = next(i for i, part in enumerate(parts) if glob.has_magic(part) or i == len(parts) - 1)
@@ -82,8 +82,14 @@ def _expand(pattern: str) -> tuple[bool, list[tuple[Path, str]]]:
         if Path(name).is_file() and excluded.isdisjoint(below):
             matches.append((Path(name), "/".join(below)))
     if not matches:
-        raise UserError("no file matches", where=pattern)
+        raise UserError("no file matches", where=pattern, mend=_begins(pattern))
     return True, matches
+
+
+def _begins(pattern: str) -> str:
+    """Where a path is looked for: relative ones are not beside the config."""
+    absolute = Path(os.path.expanduser(pattern)).is_absolute() or pattern.startswith("${")
+    return "name other files" if absolute else f"relative paths begin at {Path.cwd()}"
 
 
 def fingerprint(sources: Sequence[Source], options: dict[str, Any]) -> str:

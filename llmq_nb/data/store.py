@@ -27,6 +27,7 @@ from llmq_nb.core.errors import UserError
 FORMAT = "llmq-nb tokens"
 FORMAT_VERSION = 1
 REDO = "delete it and tokenize again"
+OTHER = f"name another path, or {REDO}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

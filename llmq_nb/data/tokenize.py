@@ -18,7 +18,7 @@ from llmq_nb.data.chat import ChatRenderer
 from llmq_nb.data.documents import PIECE, Chat, Document, Ids, Text
 from llmq_nb.data.formats import NotText, check_text, has_mask, read_documents
 from llmq_nb.data.sources import Source, fingerprint, resolve
-from llmq_nb.data.store import REDO, TokenStore, read_attributes
+from llmq_nb.data.store import OTHER, TokenStore, read_attributes
 from llmq_nb.data.store_writer import StoreWriter
 from llmq_nb.data.tokenizer import FileTokenizer, Tokenizer, tokenizer_info
 
@@ -119,7 +119,7 @@ def _tokenize(
         skipped = run.read(sources, fraction, progress)
         open_writers = [writer for writer in writers if writer is not None]
         for writer in open_writers:
-            _check_not_empty(writer, len(outs))
+            _check_not_empty(writer, open_writers, inputs)
         for writer in open_writers:
             writer.close()
     except UserError:  # the input must change, so there is nothing to continue
@@ -152,10 +152,10 @@ def _finished(out: Path, tokenizer: Tokenizer, content: str) -> TokenStore | Non
         raise UserError(
             f"token store of tokenizer {store.tokenizer.name}, not {tokenizer.name}",
             where=str(out),
-            mend=REDO,
+            mend=OTHER,
         )
     if attributes["sources"].get("fingerprint") != content:
-        raise UserError("token store of other sources or options", where=str(out), mend=REDO)
+        raise UserError("token store of other sources or options", where=str(out), mend=OTHER)
     return store
 
 
@@ -164,11 +164,14 @@ def _check_space(out: Path, size: int) -> None:
     check_space(out.parent, size // 2, "the token store", mend="make room")
 
 
-def _check_not_empty(writer: StoreWriter, stores: int) -> None:
+def _check_not_empty(
+    writer: StoreWriter, writers: Sequence[StoreWriter], inputs: Sequence[str]
+) -> None:
     if writer.tokens:
         return
-    if stores == 1:
-        raise UserError("no text in the input files", where=str(writer.path))
+    if not any(other.tokens for other in writers):
+        mend = "the files are empty, name others"
+        raise UserError("no text in the input files", where=", ".join(inputs), mend=mend)
     raise UserError(
         "no document fell into this part",
         where=str(writer.path),

@@ -87,7 +87,8 @@ class FileTokenizer:
         given = Path(path).expanduser()
         self.path = given / "tokenizer.json" if given.is_dir() else given
         if not self.path.is_file():
-            raise UserError("no such tokenizer", where=str(self.path), mend="'bytes' needs no file")
+            mend = "give a tokenizer.json or its folder; 'bytes' needs no file"
+            raise UserError("no such tokenizer", where=str(self.path), mend=mend)
         data = self.path.read_bytes()
         try:
             self._rust = RustTokenizer.from_buffer(data)

@@ -129,7 +129,8 @@ COPY = 4250 / 4800
 
 def rates_of(device_name: str) -> Rates:
     """The rates of a device by its name. UserError for a card that is not in the table."""
-    for name in (device_name, f"GeForce {device_name}"):  # people leave the word out
+    # people leave the words out
+    for name in (device_name, f"GeForce {device_name}", f"GeForce RTX {device_name}"):
         try:
             card = card_of(name)
         except UserError:

@@ -1,6 +1,7 @@
 """A plan's report as text for people and as JSON."""
 
 import dataclasses
+import json
 import shlex
 from typing import Any
 
@@ -13,7 +14,7 @@ from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import parameter_count
 from llmq_nb.plan.buffers import Group
-from llmq_nb.plan.cost import tokens_per_second
+from llmq_nb.plan.cost import optimizer_work, tokens_per_second, total
 from llmq_nb.plan.fit import LEVERS, Choice, changes, setting_of
 from llmq_nb.plan.limits import device_limit, host_limit
 from llmq_nb.plan.measured import SAID
@@ -22,6 +23,7 @@ from llmq_nb.plan.sizes import run_plan
 
 SHORT_STEP = 0.01
 """Below it a step waits for Python and the loader [s]."""
+STATES_BF16 = ["optimizer.master=bf16", "optimizer.m=bf16", "optimizer.v=bf16"]
 STATES: tuple[Group, ...] = ("weights", "gradients", "master", "m", "v")
 
 
@@ -116,8 +118,10 @@ def _title(r: Report) -> str:
     times = f"{count} micro-batches" if count > 1 else "1 micro-batch"
     if r.config.world_size > 1:
         times += f" on {r.config.world_size} ranks"
+    emulated = p.matmul == "e4m3" and p.fp8_units == "emulate" and r.machine.kind == "cuda"
+    products = f"{p.matmul or p.dtype}{', emulated' if emulated else ''}"
     return (
-        f"{r.config.model.path}: {size} parameters, products in {p.matmul or p.dtype}\n"
+        f"{r.config.model.path}: {size} parameters, products in {products}\n"
         f"a step: {times} of {b.micro_batch} x {b.seq_len} tokens"
     )
 
@@ -147,7 +151,8 @@ def _verdict(r: Report) -> list[str]:
         f"no setting of the memory levers makes it fit; the least is {least}{_pinned(r, r.least)}:"
         f" {_list(changes(r.asked, r.least.setting))}"
     )
-    return [*lines, *_states(r), *_disk(r)]
+    last = "else: a smaller model, or more memory on the card or the host"
+    return [*lines, *_states(r), *_disk(r), last]
 
 
 def _host_verdict(r: Report) -> list[str]:
@@ -176,14 +181,14 @@ def _states(r: Report) -> list[str]:
     """Where nothing fits: what is left is how much each parameter takes."""
     o = r.config.optimizer
     if (o.master, o.m, o.v) == ("bf16", "bf16", "bf16"):
-        return ["a smaller model, or more memory on the card or the host"]
+        return []
     small = dataclasses.replace(o, master="bf16", m="bf16", v="bf16")
     config = dataclasses.replace(r.config, optimizer=small)
     sizes = [_states_bytes(c, r.model, r) for c in (r.config, config)]
     own, less = (format_bytes(size) for size in sizes)
     return [
-        f"of it weights, gradients and optimizer states: {own}; with optimizer.master, m and v ="
-        f" 'bf16' {less} (stochastically rounded; the run's numbers change)"
+        f"of it weights, gradients and optimizer states: {own}; {less} with {_list(STATES_BF16)}"
+        " (stochastically rounded; the run's numbers change)"
     ]
 
 
@@ -193,9 +198,11 @@ def _disk(r: Report) -> list[str]:
         return []
     groups = [r.plan.group_bytes("device"), r.plan.group_bytes("host")]
     moved = sum(found.get("m", 0) + found.get("v", 0) for found in groups)
+    kept = json.dumps([name for name in r.config.memory.offload if name not in ("m", "v")])
+    settings = ['memory.disk=["m", "v"]', f"memory.offload={kept}"]
     return [
-        f"memory.disk = ['m', 'v'], with neither in memory.offload, moves {format_bytes(moved)} of"
-        " it to the disk; every update then waits for the disk"
+        f"to the disk: {_list(settings)} moves {format_bytes(moved)} of it; every update then waits"
+        " for the disk"
     ]
 
 
@@ -242,6 +249,10 @@ def _speed(r: Report) -> list[str]:
         lines.append(f"{r.config.schedule.steps:,} steps: {_seconds(run)} without evaluations")
     if r.config.precision.dtype == "fp32":
         lines.append("note: FP32 is for tests; its speed is a guess")
+    update = total(optimizer_work(r.config, r.model, rates)) / s.step_seconds
+    if r.fits and s.step_seconds >= SHORT_STEP and update > 0.5:
+        mend = "a larger batch.grad_accumulation has fewer updates (the run's numbers change)"
+        lines.append(f"note: {update:.0%} of a step is its update: {mend}")
     if s.step_seconds < SHORT_STEP:
         lines.append("note: this is the GPU's time; for so short a step the host needs longer")
     return lines

@@ -340,6 +340,10 @@ def _warnings(r: Report) -> list[str]:
         out.append(f"a card sold with {gib} GB shows 2 to 4 % less than {gib} GiB")
     if gpu and 0 <= r.free < DISPLAY:
         out.append("tight: a GPU that drives a display has 0.35 to 1.2 GiB less than it shows")
+    p = r.config.precision
+    if gpu and m.rates and m.rates.fp8 is None and p.matmul == "e4m3":
+        units = "no FP8 units: the products are BF16 ones of the codes"
+        out.append(f"{m.rates.card} has {units}; precision.matmul = 'bf16' may be faster")
     card = CARDS.get(m.rates.card) if m.rates else None
     if gpu and card is not None and card.build == "unified":
         out.append(f"{m.rates.card if m.rates else ''}: GPU and host share this memory")

@@ -10,7 +10,8 @@ from llmq_nb.core.sizes import format_bytes, parse_bytes
     ("text", "value"),
     [
         ("15GiB", 15 * 2**30), ("1.5 GiB", 3 * 2**29), ("64GB", 64 * 10**9), (" 512MiB ", 2**29),
-        ("10 KB", 10_000), ("3TiB", 3 * 2**40), ("7B", 7), ("1000", 1000), ("0.5TB", 5 * 10**11),
+        ("10 KB", 10_000), ("3TiB", 3 * 2**40), ("7B", 7), ("1000", 1000), ("0", 0),
+        ("0.5TB", 5 * 10**11),
     ],
 )  # fmt: skip
 def test_sizes_are_read(text, value):
@@ -21,6 +22,12 @@ def test_sizes_are_read(text, value):
 def test_other_text_is_refused(text):
     with pytest.raises(UserError, match="in memory.x: write for example 15GiB"):
         parse_bytes(text, where="memory.x")
+
+
+@pytest.mark.parametrize("text", ["16", " 15.5 ", "999"])
+def test_a_few_bytes_lack_a_unit(text):
+    with pytest.raises(UserError, match=f"in --x: give its unit: {text.strip()}GiB"):
+        parse_bytes(text, where="--x")
 
 
 @pytest.mark.parametrize(

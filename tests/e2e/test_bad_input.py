@@ -74,7 +74,7 @@ CONFIGS: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "one store": ({"data": {"validation": "./train.zarr"}}, ["data.train", "data.validation"]),
     "layer": ({"precision": {"bf16_layers": [2]}}, ["layer 2", "bf16_layers", "2 layers"]),
     "weights": ({"model": {"path": "quickstart", "init": "pretrained"}}, ["quickstart", "weights"]),
-    "source": ({"data": {"sources": ["no.txt"]}}, ["no such file", "no.txt"]),
+    "source": ({"data": {"sources": ["no.txt"]}}, ["no such file", "no.txt", "paths begin at"]),
     "glob": ({"data": {"sources": ["*.parkuet"]}}, ["no file matches", "*.parkuet"]),
     "variable": ({"data": {"sources": ["${home}/a"]}}, ["${home}", "${stdlib}"]),
     "store": ({"data": {"sources": [], "train": "no.zarr"}}, ["no.zarr", "tokenize"]),
@@ -313,8 +313,9 @@ def test_checkpoints(cli: Cli, base: Path, tmp_path: Path) -> None:
 
 COMMANDS: dict[tuple[str, ...], list[str]] = {
     (): ["command", "--help"],
-    ("trian", "config.toml"): ["trian", "--help"],
-    ("train",): ["CONFIG"],
+    ("trian", "config.toml"): ["no command 'trian'", "did you mean 'train'"],
+    ("zzz",): ["No such command 'zzz'", "see llmq-nb --help"],
+    ("train",): ["CONFIG", "see llmq-nb train --help"],
     ("train", "config.toml", "--sed", "a.b=1"): ["--sed", "--set"],
     ("train", "no.toml"): ["no such file", "no.toml"],
     ("train", "model"): ["model"],

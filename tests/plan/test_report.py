@@ -216,6 +216,46 @@ def test_fp8_without_fp8_units_is_planned_as_emulated(tmp_path):
         json.loads(plan(path, *argv, "--card", card)) for card in ("RTX 4090", "RTX 3090")
     )
     assert without["allocation"] > with_units["allocation"]
+    said = [plan(path, *argv[:-1], "--card", card) for card in ("RTX 4090", "RTX 3090")]
+    assert [("products in e4m3, emulated" in out, "no FP8 units" in out) for out in said] == [
+        (False, False),
+        (True, True),
+    ]
+
+
+def test_a_card_is_known_by_its_number():
+    assert rates_of("4060 Ti") == rates_of("RTX 4060 Ti") == rates_of("GeForce RTX 4060 Ti")
+
+
+def test_a_step_that_is_mostly_update_is_said(tmp_path):
+    """What a larger grad_accumulation would spread: 7B's states cross the link for 2,048 tokens."""
+    argv = ["--set", "model.path=qwen2.5-7b", "--card", "RTX 4090", "--set", "batch.seq_len=512"]
+    argv += ["--set", "memory.offload=['m', 'v', 'master', 'gradients']"]
+    argv += ["--set", "batch.micro_batch=4", "--set", "memory.recompute=['ffn']"]
+    path = write(tmp_path)
+    shares = [
+        re.search(r"note: (\d+)% of a step is its update: .*grad_accumulation", out)
+        for n in (1, 64)
+        for out in [plan(path, *argv, "--set", f"batch.grad_accumulation={n}")]
+    ]
+    assert shares[0] is not None and int(shares[0][1]) > 60 and shares[1] is None
+
+
+def test_what_is_proposed_where_nothing_fits_can_be_pasted(tmp_path):
+    """States of 2 bytes, and moments on the disk: each proposal takes less than the run as is."""
+    path, base = write(tmp_path), ["--set", "model.path=qwen2.5-14b", "--card", "RTX 4060 Ti"]
+    base += ["--host-memory", "64GiB"]
+    for state in ("master", "m", "v"):
+        base += ["--set", f"optimizer.{state}=fp32"]
+    lines = plan(path, *base).splitlines()
+    assert lines[0].startswith("planned for") and any(x.startswith("else: a smal") for x in lines)
+    needs = r"needs ([\d.]+) GiB"
+    before = float(re.search(needs, "\n".join(lines))[1])  # type: ignore[index]
+    for start in ("of it weights", "to the disk"):
+        (line,) = (line for line in lines if line.startswith(start))
+        settings = re.findall(r"--set (?:'[^']*'|\S+)", line)
+        changed = plan(path, *base, *shlex.split(" ".join(settings)))
+        assert float(re.search(needs, changed)[1]) < before - 50, line  # type: ignore[index]
 
 
 BAD = {
