@@ -106,9 +106,6 @@ class LinkTransfer:
     def to_device(self, copies: Sequence[Any], *, done: Any, after: Any = None) -> None:
         self._link.pull(copies, done=done, after=() if after is None else (after,))
 
-    def to_host(self, copies: Sequence[Any], *, done: Any, after: Any = None) -> None:
-        raise NotImplementedError("weights only come")
-
     def wait(self, mark: Any) -> None:
         self._link.wait(mark)
 

@@ -1,4 +1,5 @@
-"""Weights of blocks that live on the host, brought to the device a block ahead of their use.
+"""Weights of blocks that live on the host or in all ranks' shards, brought to the device a block
+ahead of their use.
 
 gather starts one copy of the block into the staging buffer that its layer takes by turns; get makes
 the compute stream wait for it; release gives the buffer back. Backward gathers again: what is
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from llmq_nb.core.tensor import Tensor
-from llmq_nb.offload.transfer import Copy, Transfer
+from llmq_nb.offload.transfer import Fetch
 
 Unit = Any
 """A block's index, or another unit, which is resident."""
@@ -26,19 +27,20 @@ class Resident(Protocol[W_co]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Staged(Generic[W]):
-    """A block in a staging buffer. weights: its tensors, those of the buffer among them."""
+    """A block in a staging buffer. weights: its tensors, those of the buffer among them. copies:
+    what the transfer is given."""
 
     weights: W
     turn: int
     staging: Tensor
-    copies: tuple[Copy, ...]
+    copies: tuple[Any, ...]
 
 
 class HostWeights(Generic[W]):
     """A weight store: `staged` units come from the host, the others are `resident`."""
 
     def __init__(
-        self, resident: Resident[W], staged: Mapping[Unit, Staged[W]], transfer: Transfer
+        self, resident: Resident[W], staged: Mapping[Unit, Staged[W]], transfer: Fetch
     ) -> None:
         self._resident, self._staged, self._transfer = resident, staged, transfer
         self._ready = [transfer.mark(), transfer.mark()]

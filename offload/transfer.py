@@ -24,19 +24,15 @@ class Copy:
     nbytes: int
 
 
-class Transfer(Protocol):
-    """One store's copies on one device."""
+class Fetch(Protocol):
+    """One store's copies to its device."""
 
     def mark(self) -> Any:
         """A point to wait for; it means nothing before a copy sets it."""
         ...
 
-    def to_device(self, copies: Sequence[Copy], *, done: Any, after: Any = None) -> None:
+    def to_device(self, copies: Sequence[Any], *, done: Any, after: Any = None) -> None:
         """Start after the compute stream's work so far, and after the mark `after`. Sets done."""
-        ...
-
-    def to_host(self, copies: Sequence[Copy], *, done: Any, after: Any = None) -> None:
-        """The same in the other direction."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -53,6 +49,14 @@ class Transfer(Protocol):
 
     def reset(self) -> None:
         """Begin anew with nothing in flight."""
+        ...
+
+
+class Transfer(Fetch, Protocol):
+    """One store's copies on one device, both ways."""
+
+    def to_host(self, copies: Sequence[Copy], *, done: Any, after: Any = None) -> None:
+        """As `to_device`, in the other direction."""
         ...
 
 

@@ -14,12 +14,9 @@ from llmq_nb.config import Config
 from llmq_nb.core.device import Device, check, driver, synchronize_stream
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.kernels import (
-    accumulate,
-    adamw,
     attention,
     attention_cached,
     bias,
-    combine,
     cross_entropy,
     elementwise,
     embedding,
@@ -38,11 +35,11 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
 from llmq_nb.model.engine_cuda.fp8 import Fp8Products
 from llmq_nb.model.engine_cuda.scalars import SCALARS, pack_scalars
-from llmq_nb.model.fp8 import ABSMAX
+from llmq_nb.model.engine_cuda.update import UpdateOps, absmax_of
 from llmq_nb.model.ops import Scalars
 
 
-class CudaOps:
+class CudaOps(UpdateOps):
     """One rank's operations, bound to its device, stream, tables and scratch."""
 
     def __init__(
@@ -133,7 +130,7 @@ class CudaOps:
         rows, C = x.shape
         rmsnorm.rmsnorm_forward_launch(
             y.data, rstd.data, x.data, weight.data, rows=rows, C=C, eps=self.model.norm_eps,
-            absmax=_absmax(y), **self._common(x),
+            absmax=absmax_of(y), **self._common(x),
         )  # fmt: skip
 
     def residual_rmsnorm(
@@ -148,7 +145,7 @@ class CudaOps:
         rows, C = x.shape
         rmsnorm.residual_rmsnorm_forward_launch(
             residual_out.data, y.data, rstd.data, residual.data, x.data, weight.data,
-            rows=rows, C=C, eps=self.model.norm_eps, absmax=_absmax(y), **self._common(x),
+            rows=rows, C=C, eps=self.model.norm_eps, absmax=absmax_of(y), **self._common(x),
         )  # fmt: skip
 
     def rmsnorm_backward(
@@ -167,7 +164,7 @@ class CudaOps:
         rmsnorm_backward.rmsnorm_backward_launch(
             dx.data, dweight.data, dy.data, dresidual.data if dresidual else 0, x.data,
             weight.data, rstd.data, scratch=self._scratch, rows=rows, C=C, accumulate=accumulate,
-            grad_dtype=dweight.dtype, absmax=_absmax(dx), **self._common(x),
+            grad_dtype=dweight.dtype, absmax=absmax_of(dx), **self._common(x),
         )  # fmt: skip
 
     def qk_norm(
@@ -194,7 +191,7 @@ class CudaOps:
         qk_norm.qk_norm_backward_launch(
             dqkv.data, dq_weight.data, dk_weight.data, dheads.data, qkv.data, q_weight.data,
             k_weight.data, rstd.data, scratch=self._scratch, rows=qkv.shape[0],
-            accumulate=accumulate, grad_dtype=dq_weight.dtype, absmax=_absmax(dqkv),
+            accumulate=accumulate, grad_dtype=dq_weight.dtype, absmax=absmax_of(dqkv),
             **self._heads(), **self._common(qkv),
         )  # fmt: skip
 
@@ -280,7 +277,7 @@ class CudaOps:
     def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
         rows, F = y.shape
         swiglu.swiglu_forward_launch(
-            y.data, gate_up.data, rows=rows, F=F, absmax=_absmax(y), **self._common(y)
+            y.data, gate_up.data, rows=rows, F=F, absmax=absmax_of(y), **self._common(y)
         )
 
     def swiglu_again(self, y: Tensor, gate_up: Tensor) -> None:
@@ -292,7 +289,7 @@ class CudaOps:
     def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
         rows, F = dy.shape
         swiglu.swiglu_backward_launch(
-            dgate_up.data, dy.data, gate_up.data, rows=rows, F=F, absmax=_absmax(dgate_up),
+            dgate_up.data, dy.data, gate_up.data, rows=rows, F=F, absmax=absmax_of(dgate_up),
             **self._common(dy),
         )  # fmt: skip
 
@@ -311,76 +308,6 @@ class CudaOps:
         reduce_loss.reduce_loss_launch(
             total.data, loss.data, lse.data, self._scalar["inv_supervised"], rows=loss.shape[0],
             accumulate=accumulate, stream=self.stream,
-        )  # fmt: skip
-
-    # ---- optimizer -----------------------------------------------------------------------------
-    def global_norm(self, norms: Tensor, total: Tensor, grads: list[Tensor]) -> None:
-        chunks, first = self._chunks
-        global_norm.global_norm_launch(
-            norms.data, total.data, chunks.data, first.data, scratch=self._scratch,
-            n_chunks=chunks.shape[0], tensors=len(grads), max_norm=self.optimizer.max_grad_norm,
-            dtype=grads[0].dtype, stream=self.stream,
-        )  # fmt: skip
-
-    def adamw(
-        self,
-        master: Tensor,
-        weight: Tensor,
-        m: Tensor,
-        v: Tensor,
-        grad: Tensor,
-        total: Tensor,
-        *,
-        tensor_id: int,
-        decayed: bool,
-        m_scale: Tensor | None = None,
-        first: int = 0,
-    ) -> None:
-        o = self.optimizer
-        adamw.adamw_launch(
-            master.data, 0 if weight is master else weight.data, m.data, v.data, grad.data,
-            n=master.size, first=first, scalars=self._scalars.data, total=total.data,
-            m_scale=m_scale.data if m_scale is not None else 0, beta1=o.beta1, beta2=o.beta2,
-            epsilon=o.epsilon, decay=o.weight_decay if decayed else 0.0,
-            seed=self.config.run.seed, tensor=tensor_id, master_dtype=master.dtype,
-            m_dtype=m.dtype, v_dtype=v.dtype, grad_dtype=grad.dtype, absmax=_absmax(weight),
-            stream=self.stream,
-        )  # fmt: skip
-        self.fp8.update_weight(weight)
-
-    # ---- several ranks -------------------------------------------------------------------------
-    def accumulate(
-        self,
-        shard: Tensor,
-        contributions: Tensor,
-        *,
-        tensor_id: int,
-        first_element: int,
-        start: bool,
-        queue: Any = None,
-    ) -> None:
-        ranks = contributions.shape[0]
-        accumulate.accumulate_launch(
-            shard.data, contributions.data, ranks=ranks, stride=contributions.nbytes // ranks,
-            n=shard.size, first=first_element, start=start, counter=self._scalar["update"],
-            seed=self.config.run.seed, tensor=tensor_id, dtype=shard.dtype,
-            stream=self.stream if queue is None else queue,
-        )  # fmt: skip
-
-    def combine_norms(self, norms: Tensor, total: Tensor, gathered: Tensor) -> None:
-        ranks, tensors = gathered.shape
-        combine.combine_norms_launch(
-            norms.data, total.data, gathered.data, tensors=tensors, ranks=ranks,
-            max_norm=self.optimizer.max_grad_norm, stream=self.stream,
-        )  # fmt: skip
-
-    def combine_absmax(self, slots: Tensor, gathered: Tensor) -> None:
-        ranks, n, _ = gathered.shape
-        absmax = slots.dtype.itemsize * ABSMAX
-        combine.combine_absmax_launch(
-            slots.data + absmax, gathered.data + absmax, n=n, ranks=ranks,
-            spacing=slots.nbytes // slots.shape[0], stride=gathered.nbytes // ranks,
-            stream=self.stream,
         )  # fmt: skip
 
     # ---- memory --------------------------------------------------------------------------------
@@ -426,8 +353,3 @@ class CudaOps:
 
     def _heads(self) -> dict[str, int]:
         return {"H": self.model.H, "G": self.model.G, "D": self.model.D}
-
-
-def _absmax(tensor: Tensor) -> int:
-    """Where a kernel leaves the absmax of its output; 0: nowhere."""
-    return tensor.fp8.absmax if tensor.fp8 is not None else 0
