@@ -60,7 +60,7 @@ def command(
     generation says it; llmq_nb/data/tasks.py has all keys.
     """
     from llmq_nb.core.errors import UserError
-    from llmq_nb.train.inference import open_model
+    from llmq_nb.train.inference import open_model, prompt_coder
     from llmq_nb.train.scoring import Evaluator
     from llmq_nb.train.setup import inference_kind
 
@@ -73,7 +73,7 @@ def command(
     window = None if data is None else _window(opened, data, seq_len)
     coder, questions = None, []
     if tasks:
-        coder = _coder(opened, model, tokenizer, chat=chat, bos=bos)
+        coder = prompt_coder(opened, model, tokenizer, chat=chat, bos=bos)
         questions = [_questions(task, opened, coder, answer_tokens, regex) for task in tasks]
     result: dict[str, Any] = {}
     lines: list[dict[str, Any]] = []
@@ -107,19 +107,6 @@ def _window(opened: "Opened", data: str, seq_len: int | None) -> int:
         mend = f"the model has {opened.model.max_position} positions"
         raise UserError(f"{seq_len}", where="--seq-len", mend=mend)
     return seq_len
-
-
-def _coder(
-    opened: "Opened", model: str, tokenizer: str | None, *, chat: bool, bos: bool
-) -> "PromptCoder":
-    from llmq_nb.core.errors import UserError
-    from llmq_nb.data.prompts import PromptCoder
-    from llmq_nb.data.tokenizer import load_tokenizer
-
-    name = tokenizer or opened.tokenizer
-    if name is None:
-        raise UserError(f"{model} has no tokenizer", mend="give one with --tokenizer")
-    return PromptCoder(load_tokenizer(name), opened.model.V, chat=chat, bos=bos)
 
 
 def _questions(
