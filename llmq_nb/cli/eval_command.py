@@ -66,9 +66,7 @@ def command(
 
     if data is None and not tasks:
         raise UserError("neither --data nor --task", mend="give a token store, or questions")
-    if details is not None and (not tasks or not Path(details).absolute().parent.is_dir()):
-        what = "its folder does not exist" if tasks else "it needs --task"
-        raise UserError(f"{details}: {what}", where="--details", mend="see --help")
+    _check_details(details, tasks)
     opened = open_model(model, seq_len=seq_len or 1)
     window = None if data is None else _window(opened, data, seq_len)
     coder, questions = None, []
@@ -89,6 +87,23 @@ def command(
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         Path(details).write_text(text, encoding="utf-8")
     click.echo(json.dumps(result) if as_json else "\n".join(_shown(result)))
+
+
+def _check_details(details: str | None, tasks: tuple[str, ...]) -> None:
+    """Before anything runs."""
+    from llmq_nb.core.errors import UserError
+
+    if details is None:
+        return
+    if not tasks:
+        what = "it needs --task"
+    elif Path(details).is_dir():
+        what = "it is a folder"
+    elif not Path(details).absolute().parent.is_dir():
+        what = "its folder does not exist"
+    else:
+        return
+    raise UserError(f"{details}: {what}", where="--details", mend="see --help")
 
 
 def _window(opened: "Opened", data: str, seq_len: int | None) -> int:

@@ -1,6 +1,7 @@
 """`llmq-nb generate`: text from prompts."""
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -58,6 +59,10 @@ def command(
 
     if bool(prompt) == (file is not None):
         raise UserError("not one of --prompt and --prompts", mend="give one of the two")
+    for key, value in sampling.items():
+        if not math.isfinite(value):  # a range lets nan through
+            option = "--" + key.replace("_", "-")
+            raise UserError(f"{value} is no number", where=option, mend="see --help")
     if system is not None and not chat:
         raise UserError("--system without --chat", mend="add --chat")
     opened = open_model(model)

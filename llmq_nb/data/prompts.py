@@ -59,6 +59,8 @@ class PromptCoder:
 
     def encode(self, prompt: Prompt) -> Ids:
         """Ids int32 [n], n > 0. UserError for an empty prompt, or ids that the model lacks."""
+        check_text(prompt.text or "", prompt.where)
+        check_text(self.system or "", "--system")
         if prompt.messages is not None:
             ids = self.renderer.prompt(prompt.messages, prompt.where)
         elif self.chat:
@@ -161,7 +163,17 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise UserError(f"not JSON ({error})", where=where) from error
         if not isinstance(record, dict):
             raise UserError("not a JSON object", where=where)
+        check_text(json.dumps(record, ensure_ascii=False), where)
         yield where, record
+
+
+def check_text(text: str, where: str) -> None:
+    """UserError for half of a surrogate pair, as JSON's escapes and a shell's bytes can make it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        mend = f"{text[error.start : error.end]!a} is none: write the character itself"
+        raise UserError("not UTF-8 text", where=where, mend=mend) from error
 
 
 def _text(path: Path) -> str:

@@ -231,8 +231,9 @@ def sample(logits: NDArray[np.float32], sampling: Sampling, index: int, copy: in
     """A token by its logits (V,). index of the new token and copy of the prompt choose the bits."""
     if sampling.temperature <= 0:
         return int(logits.argmax())
-    x = logits.astype(np.float64) / sampling.temperature
-    p = np.exp(x - x.max())
+    below = logits.astype(np.float64) - np.float64(logits.max())
+    with np.errstate(over="ignore"):  # far below by a tiny temperature: no chance
+        p = np.exp(below / sampling.temperature)
     p /= p.sum()
     order = _likeliest(p, sampling.top_p)
     total = np.cumsum(p[order])

@@ -34,6 +34,7 @@ def test_lines_of_a_jsonl_file(tmp_path: Path) -> None:
         ('{"text": "a"}', "unknown key 'text'"),
         ("{}", '"prompt" and'),
         ("x", "JSON"),
+        ('{"messages": [{"role": "user", "content": "a\\udfff"}]}', "not UTF-8 text"),
     ):
         file.write_text('{"prompt": "a"}\n' + bad)
         with pytest.raises(UserError, match=words) as error:
@@ -50,6 +51,10 @@ def test_ids() -> None:
     assert chat.encode(Prompt("p", "hi")).tolist() == system + ASKED
     with pytest.raises(UserError, match="empty prompt in p"):
         coder.encode(Prompt("p", ""))
+    for half, where in ((PromptCoder(ByteTokenizer(), 259), "p"), (chat, "--system")):
+        half.system = "\udcff"
+        with pytest.raises(UserError, match=f"not UTF-8 text in {where}"):
+            half.encode(Prompt("p", "a" if where == "--system" else "\udcff"))
     with pytest.raises(UserError, match="token 258 of tokenizer bytes in p: the model has 258"):
         PromptCoder(ByteTokenizer(), 258, chat=True).encode(Prompt("p", "hi"))
 

@@ -35,6 +35,8 @@ def test_both_kinds_of_questions(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "not JSON"),
+    "half a character": ({**EXACT, "answer": "\ud83d"}, "not UTF-8 text"),
+    "and of a choice": ({**CHOICE, "choices": ["a", "\ud83d"]}, "'\\ud83d' is none"),
     "list": ([1], "not a JSON object"),
     "prompt": ({"answer": "4"}, '"prompt" and "messages"'),
     "both": ({**EXACT, "messages": [{"role": "user", "content": "a"}]}, '"prompt" and "messages"'),
