@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @click.option("--micro-batch", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--steps", default=None, type=click.IntRange(1), help="Micro-batches; default: all.")
 @click.option("--chat", is_flag=True, help="A task's prompt is what a user says.")
+@click.option("--bos", is_flag=True, help="Begin a task's plain prompts with BOS.")
 @click.option("--answer-tokens", default=256, show_default=True, type=click.IntRange(1))
 @click.option("--regex", default=None, help="What an answer is, for tasks that do not say it.")
 @click.option("--tokenizer", default=None, help="`bytes`, a tokenizer.json or its folder.")
@@ -45,6 +46,7 @@ def command(
     micro_batch: int,
     steps: int | None,
     chat: bool,
+    bos: bool,
     answer_tokens: int,
     regex: str | None,
     tokenizer: str | None,
@@ -58,7 +60,7 @@ def command(
     generation says it; llmq_nb/data/tasks.py has all keys.
     """
     from llmq_nb.core.errors import UserError
-    from llmq_nb.train.inference import open_model
+    from llmq_nb.train.inference import open_model, prompt_coder
     from llmq_nb.train.scoring import Evaluator
     from llmq_nb.train.setup import inference_kind
 
@@ -71,7 +73,7 @@ def command(
     window = None if data is None else _window(opened, data, seq_len)
     coder, questions = None, []
     if tasks:
-        coder = _coder(opened, model, tokenizer, chat)
+        coder = prompt_coder(opened, model, tokenizer, chat=chat, bos=bos)
         questions = [_questions(task, opened, coder, answer_tokens, regex) for task in tasks]
     result: dict[str, Any] = {}
     lines: list[dict[str, Any]] = []
@@ -105,17 +107,6 @@ def _window(opened: "Opened", data: str, seq_len: int | None) -> int:
         mend = f"the model has {opened.model.max_position} positions"
         raise UserError(f"{seq_len}", where="--seq-len", mend=mend)
     return seq_len
-
-
-def _coder(opened: "Opened", model: str, tokenizer: str | None, chat: bool) -> "PromptCoder":
-    from llmq_nb.core.errors import UserError
-    from llmq_nb.data.prompts import PromptCoder
-    from llmq_nb.data.tokenizer import load_tokenizer
-
-    name = tokenizer or opened.tokenizer
-    if name is None:
-        raise UserError(f"{model} has no tokenizer", mend="give one with --tokenizer")
-    return PromptCoder(load_tokenizer(name), opened.model.V, chat=chat)
 
 
 def _questions(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 )
 @click.option("--chat", is_flag=True, help="A prompt is what a user says: use the chat template.")
 @click.option("--system", default=None, help="With --chat: the system message.")
+@click.option("--bos", is_flag=True, help="Begin plain prompts with the tokenizer's BOS.")
 @click.option("--tokens", default=200, show_default=True, type=click.IntRange(1))
 @click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0))
 @click.option(
@@ -36,6 +37,7 @@ def command(
     file: str | None,
     chat: bool,
     system: str | None,
+    bos: bool,
     tokens: int,
     batch: int,
     tokenizer: str | None,
@@ -49,10 +51,9 @@ def command(
     ones differ. A text longer than the model's positions goes on from its last half.
     """
     from llmq_nb.core.errors import UserError
-    from llmq_nb.data.prompts import Prompt, PromptCoder, read_prompts
-    from llmq_nb.data.tokenizer import load_tokenizer
+    from llmq_nb.data.prompts import Prompt, read_prompts
     from llmq_nb.train.generation import Generator, Sampling
-    from llmq_nb.train.inference import open_model
+    from llmq_nb.train.inference import open_model, prompt_coder
     from llmq_nb.train.setup import inference_kind
 
     if bool(prompt) == (file is not None):
@@ -60,10 +61,7 @@ def command(
     if system is not None and not chat:
         raise UserError("--system without --chat", mend="add --chat")
     opened = open_model(model)
-    name = tokenizer or opened.tokenizer
-    if name is None:
-        raise UserError(f"{model} has no tokenizer", mend="give one with --tokenizer")
-    coder = PromptCoder(load_tokenizer(name), opened.model.V, chat=chat, system=system)
+    coder = prompt_coder(opened, model, tokenizer, chat=chat, system=system, bos=bos)
     found = [Prompt("--prompt", text) for text in prompt] if file is None else read_prompts(file)
     ids = [coder.encode(p) for p in found]
     talks = chat or any(p.messages is not None for p in found)

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmq_nb.core.errors import UserError
 from llmq_nb.data.chat import ChatRenderer, Messages
 from llmq_nb.data.formats import NotText
@@ -29,12 +31,26 @@ class Prompt:
 
 
 class PromptCoder:
-    """Prompts to ids of a model with `vocab` ids. chat: plain text is what a user says."""
+    """Prompts to ids of a model with `vocab` ids. chat: plain text is what a user says.
+
+    bos: plain text begins with the tokenizer's BOS, which our stores do not have. UserError if
+    there is none.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab: int, *, chat: bool = False, system: str | None = None
+        self,
+        tokenizer: Tokenizer,
+        vocab: int,
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        bos: bool = False,
     ) -> None:
         self.tokenizer, self.vocab, self.chat, self.system = tokenizer, vocab, chat, system
+        if bos and tokenizer.bos_id is None:
+            mend = 'name it as "bos_token" in tokenizer_config.json, or leave --bos out'
+            raise UserError("no BOS token", where=tokenizer.name, mend=mend)
+        self._before = [tokenizer.bos_id] if bos else []
 
     @cached_property
     def renderer(self) -> ChatRenderer:
@@ -51,6 +67,7 @@ class PromptCoder:
             ids = self.renderer.prompt(said, prompt.where)
         else:
             ids = self.tokenizer.encode(prompt.text or "")
+            ids = np.array([*self._before, *ids], np.int32)
         return self.checked(ids, prompt.where)
 
     def checked(self, ids: Ids, where: str) -> Ids:

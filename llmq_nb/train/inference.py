@@ -25,6 +25,8 @@ from llmq_nb.core.errors import UserError
 from llmq_nb.core.rounding import to_float32
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import EvalBatch
+from llmq_nb.data.prompts import PromptCoder
+from llmq_nb.data.tokenizer import load_tokenizer
 from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config
 from llmq_nb.io.weights import WeightFiles, load_weights, read_parameter
 from llmq_nb.model.config import ModelConfig
@@ -85,6 +87,15 @@ def open_model(path: str | Path, *, seq_len: int = 1) -> Opened:
         beside = Path(config.model.path)
         tokenizer = str(beside) if (beside / "tokenizer.json").is_file() else "bytes"
     return Opened(model, arrays, fused_of, tokenizer, config)
+
+
+def prompt_coder(opened: Opened, path: str, tokenizer: str | None, **how: Any) -> PromptCoder:
+    """Prompts to ids of the model at `path`. tokenizer: None takes its own; UserError: there is
+    none. how: of `PromptCoder`."""
+    name = tokenizer or opened.tokenizer
+    if name is None:
+        raise UserError(f"{path} has no tokenizer", mend="give one with --tokenizer")
+    return PromptCoder(load_tokenizer(name), opened.model.V, **how)
 
 
 def _stored_precision(folder: Path) -> Config:

@@ -166,7 +166,7 @@ def test_doctor_without_a_driver(cli: Cli, tmp_path: Path) -> None:
 
 
 UNEXPECTED = """
-import llmq_nb.data.tokenizer as t
+import llmq_nb.train.inference as t
 def broken(name):
     raise %s
 t.load_tokenizer = broken

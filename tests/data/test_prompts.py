@@ -54,6 +54,17 @@ def test_ids() -> None:
         PromptCoder(ByteTokenizer(), 258, chat=True).encode(Prompt("p", "hi"))
 
 
+def test_bos(word_tokenizer: Path) -> None:
+    """Before plain text alone; a tokenizer without one is refused."""
+    config = word_tokenizer.with_name("tokenizer_config.json")
+    config.write_text('{"eos_token": "<eos>", "bos_token": "cat"}')
+    coder = PromptCoder(FileTokenizer(word_tokenizer), 3, bos=True)
+    assert coder.encode(Prompt("p", "the the")).tolist() == [1, 0, 0]
+    assert coder.encode(Prompt("p", "")).tolist() == [1]
+    with pytest.raises(UserError, match="no BOS token in bytes"):
+        PromptCoder(ByteTokenizer(), 259, bos=True)
+
+
 def test_what_ends_a_text(tmp_path: Path, word_tokenizer: Path) -> None:
     coder = PromptCoder(ByteTokenizer(), 259)
     assert coder.end_ids([7], chat=False) == {7, 256}

@@ -37,7 +37,7 @@ FITS = {
     "qwen2.5-7b-1x80gb-finetune": (78.0, 1, 31),
     "qwen2.5-14b-1x24gb": (23.0, 115, 124),
     "qwen2.5-14b-1x24gb-finetune": (23.0, 115, 124),
-    "qwen2.5-32b-4x24gb-finetune": (23.0, 320, 357),
+    "qwen2.5-32b-4x24gb-finetune": (23.0, 350, 357),
 }
 OFFLOAD = {"batch.seq_len": 1024, "precision.matmul": "e4m3"}
 ASKED: dict[str, dict[str, Any]] = {
@@ -72,6 +72,13 @@ ASKED: dict[str, dict[str, Any]] = {
         "parallel.devices": (0, 1, 2, 3),
         "parallel.shard_weights": True,
         "parallel.shard_gradients": True,
+        "memory.recompute": ("block",),
+        "memory.offload": ("m", "v", "master", "quants", "gradients", "residual"),
+        "memory.head_chunks": 64,
+        "optimizer.m": "bf16",
+        "optimizer.v": "bf16",
+        "optimizer.master": "bf16",
+        "precision.matmul": "e4m3",
         "tokens": 32 * 4 * 4 * 1024,
     },
 }
