@@ -28,8 +28,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 SILENT = {"set_scalars", "clear_absmax", "clear_weight_absmax", "refresh_weights", "update_weight"}
 SILENT |= {"fill_normal", "read", "write"}
-SILENT |= {"updated", "accumulate", "combine_norms", "combine_absmax"}
-"""Operations that write no tensor of a step, or what several ranks add up."""
+SILENT |= {"updated", "accumulate", "combine_norms", "combine_absmax", "cached_attention"}
+"""Operations that write no tensor of a step, or what several ranks add up, or text alone needs."""
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
