@@ -145,7 +145,8 @@ def test_what_is_on_the_disk_has_its_lines_and_its_time(monkeypatch):
 def test_the_disk_is_named_where_nothing_fits_and_its_states_are_offloaded_no_more():
     text = said(report(run(()), device=2 * GIB, host=GIB))
     moved = sum(aligned(2 * math.prod(p.shape)) for p in model_parameters(MODEL))
-    assert "no setting" in text and f"moves {format_bytes(2 * moved)} of it to the disk" in text
+    assert "no setting" in text and "to the disk: --set 'memory.disk" in text
+    assert f"moves {format_bytes(2 * moved)} of it" in text
     config = run((), disk=("m", "v"))
     found = Search(config, MODEL, H200).choose(4 * GIB, 8 * GIB)
     assert (
