@@ -141,7 +141,17 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise UserError(f"not JSON ({error})", where=f"{path}:{line}") from error
             if not isinstance(record, dict):
                 raise UserError("not a JSON object", where=f"{path}:{line}")
+            if b"\\u" in data:  # an escape may be half of a character
+                _check_escapes(record, f"{path}:{line}")
             yield line, record
+
+
+def _check_escapes(record: dict[str, Any], where: str) -> None:
+    try:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        mend = "a \\ud8xx escape without its other half: write the character itself"
+        raise UserError("not UTF-8 text", where=where, mend=mend) from error
 
 
 def _read_jsonl(path: Path) -> Iterator[Text]:

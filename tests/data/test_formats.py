@@ -106,6 +106,7 @@ def test_jsonl(tmp_path):
         (b'{"text": 1}', 'no string under "text"'),
         (b'{"txt": "a"}', 'no string under "text"'),
         (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"text": "\\ud800"}', "not UTF-8"),
     ],
 )
 def test_bad_jsonl_is_refused_with_its_line(tmp_path, line, what):
