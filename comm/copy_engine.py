@@ -32,8 +32,6 @@ from llmq_nb.core.device import (
 from llmq_nb.core.pinned import Pinned
 from llmq_nb.kernels.launch import is_preparing
 
-STAGING_BYTES = 16 << 20
-"""Pinned memory of one ordered pair of ranks without direct copies: two chunks."""
 LEAST_CHUNK = 1 << 20
 """Smaller ones cost more in events than they gain."""
 CHUNKS = 4
@@ -220,7 +218,7 @@ def make_links(
     devices: Sequence[Device],
     streams: Sequence[int],
     *,
-    staging_bytes: int = STAGING_BYTES,
+    staging_bytes: int,
     direct: Callable[[int, int], bool] | None = None,
     announce: Callable[[str], None] = print,
 ) -> list[CudaLink]:
@@ -242,11 +240,6 @@ def make_links(
         }
         out.append(CudaLink(device, int(stream), rank=i, ranks=ranks, lanes=lanes))
     return out
-
-
-def staged_pairs(ranks: int, direct: Callable[[int, int], bool]) -> int:
-    """Ordered pairs of ranks that need staging memory."""
-    return sum(not direct(i, j) for i, j in itertools.permutations(range(ranks), 2))
 
 
 @contextlib.contextmanager

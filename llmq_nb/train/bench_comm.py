@@ -36,6 +36,7 @@ from llmq_nb.core.graph import capture
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.kernels.accumulate import accumulate_launch
 from llmq_nb.kernels.elementwise import fill_normal_launch
+from llmq_nb.plan.shards import STAGING_BYTES
 
 SIZES = tuple(1 << k for k in range(16, 29, 2))
 """Bytes of a BF16 tensor: 64 KiB to 256 MiB."""
@@ -87,7 +88,7 @@ def measure_comm(
         if not any(peers(i, j) for i in range(ranks) for j in range(ranks) if i != j):
             del ways["peer"]
         for transport, direct in ways.items():
-            links = make_links(devices, memory.streams, direct=direct)
+            links = make_links(devices, memory.streams, staging_bytes=STAGING_BYTES, direct=direct)
             bench = _Bench(memory, links)
             for nbytes in sizes:
                 out += [bench.row(name, transport, nbytes) for name in COLLECTIVES]
