@@ -41,6 +41,7 @@ from llmq_nb.plan.places import (
     offloads_quants,
     place_of,
     quant_layout,
+    shards_gradients,
     slice_elements,
     staged_quants,
     staged_weights,
@@ -52,7 +53,6 @@ from llmq_nb.plan.shards import (
     elements,
     received_elements,
     shard_elements,
-    shards_gradients,
     shards_quants,
     shards_weight,
 )

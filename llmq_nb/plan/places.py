@@ -118,11 +118,15 @@ def quant_layout(model: ModelConfig) -> Layout:
     return _layout(_matrices(model), DType.E4M3)
 
 
+def shards_gradients(config: Config) -> bool:
+    """Whether each micro-step's gradients are added to shards."""
+    return config.world_size > 1 and config.parallel.shard_gradients
+
+
 def stages_gradients(config: Config) -> bool:
     """Whether backward writes a block's gradients into a staging buffer, from where they go to the
     host or are added to shards."""
-    shards = config.world_size > 1 and config.parallel.shard_gradients
-    return shards or "gradients" in config.memory.offload
+    return shards_gradients(config) or "gradients" in config.memory.offload
 
 
 def gradient_layout(config: Config, model: ModelConfig) -> Layout:

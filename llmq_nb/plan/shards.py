@@ -52,11 +52,6 @@ def shards_quants(config: Config) -> bool:
     return config.world_size > 1 and keeps_quants(config) and cut
 
 
-def shards_gradients(config: Config) -> bool:
-    """Whether each micro-step's gradients are added to shards."""
-    return config.world_size > 1 and config.parallel.shard_gradients
-
-
 def received_elements(largest: int, ranks: int) -> int:
     """Elements a rank takes from each rank at once, of shards of tensors of up to `largest`."""
     return min(RECEIVED, shard_elements(largest, ranks))

@@ -40,13 +40,13 @@ from llmq_nb.plan.places import (
     gradient_layout,
     kept_residuals,
     quant_layout,
+    shards_gradients,
     slice_elements,
     staged_quants,
     staged_weights,
     streamed_states,
     weight_layout,
 )
-from llmq_nb.plan.shards import shards_gradients
 
 Tensors = dict[str, Tensor]
 MakeTransfer = Callable[[], Transfer]

@@ -22,8 +22,8 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.ops import Ops
 from llmq_nb.model.parameters import Parameter, model_parameters, tensor_ids
 from llmq_nb.model.weights import Unit, unit_of
-from llmq_nb.plan.places import STAGES, has_master
-from llmq_nb.plan.shards import elements, shard_range, shards_gradients, shards_weight
+from llmq_nb.plan.places import STAGES, has_master, shards_gradients
+from llmq_nb.plan.shards import elements, shard_range, shards_weight
 from llmq_nb.train.host_stores import full_gradient
 
 Tensors = dict[str, Tensor]

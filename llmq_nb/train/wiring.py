@@ -28,11 +28,10 @@ from llmq_nb.offload.disk_states import DiskStates, Done, Fence
 from llmq_nb.offload.optimizer_state import StreamedStates
 from llmq_nb.offload.transfer import ImmediateTransfer
 from llmq_nb.plan.buffers import Plan
-from llmq_nb.plan.places import STAGES, has_master, streamed_states
+from llmq_nb.plan.places import STAGES, has_master, shards_gradients, streamed_states
 from llmq_nb.plan.shards import (
     elements,
     shard_range,
-    shards_gradients,
     shards_quants,
     shards_weight,
 )
