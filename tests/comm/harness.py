@@ -1,6 +1,5 @@
 """Runs of the cpu engine on several ranks, with every way of sharding."""
 
-import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,7 +15,8 @@ from llmq_nb.model.parameters import model_parameters
 from llmq_nb.offload.transfer import ImmediateTransfer
 from llmq_nb.train.engine import CpuEngine
 from llmq_nb.train.initial import set_weights
-from tests.model.harness import bits, make_config, random_batch, random_weights, small_model
+from tests.model.harness import make_config, random_batch, random_weights, small_model
+from tests.offload.harness import Poison, finished
 
 T = 17
 MODEL = small_model(family="qwen2", L=4, qkv_bias=True, H=2, G=1)
@@ -89,23 +89,6 @@ def batch(config: Config, model: ModelConfig, seed: int) -> StepBatch:
     return StepBatch(*arrays, supervised=whole.supervised, position=Position())
 
 
-class Poison:
-    """Fills a rank's scratch with NaN before each step: nothing may be left from the last one."""
-
-    idle = True
-
-    def __init__(self, engine: CpuEngine, rank: int) -> None:
-        tensors = engine.rank_tensors[rank]
-        self.scratch = [tensors[b.name] for b in engine.plan.buffers if b.lifetime]
-
-    def reset(self) -> None:
-        for tensor in self.scratch:
-            ctypes.memset(tensor.address, 0xFF, tensor.nbytes)
-
-    def finish(self) -> None:
-        pass
-
-
 def engine_of(
     config: Config, model: ModelConfig, links: Links = immediate_links, transfer: Any = None
 ) -> CpuEngine:
@@ -138,14 +121,7 @@ def run(
         r = engine.train_step(data, step=step, updates=step, learning_rate=1e-2)
         assert r.finite
         results.append((r.loss, r.grad_norm, r.lse_max))
-    data = batch(config, model, 0)
-    first = data.tokens[0, 0], data.targets[0, 0], data.segment_start[0, 0]
-    results.append(engine.evaluate(*first))
-    state = []
-    for s in engine.states:
-        found = (s.master, s.weight, s.m, s.m_scale, s.v, s.gradient)
-        state += [bits(engine.read(t)) for t in found if t is not None]
-    return tuple(results), state
+    return finished(engine, results, batch(config, model, 0))
 
 
 @cache

@@ -7,7 +7,7 @@ import pytest
 
 from llmq_nb.train.sharding import parts_of
 from tests.comm.harness import STORAGE, TIED, batch, config_of, engine_of, plain, run
-from tests.model.harness import make_config, small_model
+from tests.model.harness import small_model
 
 LEVERS: list[dict[str, Any]] = [
     {"offload": ("m", "v", "master")},
@@ -132,7 +132,3 @@ def test_a_step_that_is_not_finite_writes_nothing_on_any_rank():
     assert not found.finite and found.non_finite_tensor is not None
     after = [engine.read(t).tobytes() for s in engine.states for t in (s.master, s.m, s.v)]
     assert after == before
-
-
-def test_make_config_is_one_rank():
-    assert make_config(micro_batch=1, seq_len=8).world_size == 1

@@ -102,12 +102,13 @@ def move(target: int, source: int, nbytes: int) -> None:
 
 
 class Poison:
-    """Fills all scratch with NaN before each step: nothing there may be left from the last one."""
+    """Fills a rank's scratch with NaN before each step: nothing may be left from the last one."""
 
     idle = True
 
-    def __init__(self, engine: CpuEngine) -> None:
-        self.scratch = [engine.tensors[b.name] for b in engine.plan.buffers if b.lifetime]
+    def __init__(self, engine: CpuEngine, rank: int = 0) -> None:
+        tensors = engine.rank_tensors[rank]
+        self.scratch = [tensors[b.name] for b in engine.plan.buffers if b.lifetime]
 
     def reset(self) -> None:
         for tensor in self.scratch:
@@ -175,14 +176,19 @@ def run(config: Config, transfer: Any, steps: int = 2) -> tuple[Any, ...]:
         r = engine.train_step(data, step=step, updates=step, learning_rate=1e-2)
         assert r.finite and all(store.idle for store in rank.host_stores)
         results.append((r.loss, r.grad_norm, r.lse_max))
-    data = batch(config.batch.grad_accumulation, 0)
-    first = data.tokens[0, 0], data.targets[0, 0], data.segment_start[0, 0]
-    results.append(engine.evaluate(*first))
+    return finished(engine, results, batch(config.batch.grad_accumulation, 0))
+
+
+def finished(
+    engine: CpuEngine, results: list[Any], data: StepBatch
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """(results and an evaluation, the whole state as bits)."""
+    evaluated = engine.evaluate(data.tokens[0, 0], data.targets[0, 0], data.segment_start[0, 0])
     state = []
     for s in engine.states:
         found = (s.master, s.weight, s.m, s.m_scale, s.v, s.gradient)
         state += [bits(engine.read(t)) for t in found if t is not None]
-    return tuple(results), state
+    return (*results, evaluated), state
 
 
 @cache
