@@ -22,7 +22,8 @@ Errors   bfloat16: P and dS carry 2^-8 relative each, out and gradients round on
 Cost     attention_flops, attention_backward_flops. Scratch: two float32 rows a head, backward only.
 Where    attention_forward, attention_backward, attention_dkdv: mma.sync, every card from sm_80;
          attention_hopper, attention_hopper_backward, attention_hopper_dkdv: wgmma and TMA, sm_90;
-         attention_launch chooses.
+         attention_dkdv_parts, attention_hopper_items: other ways to dK and dV. attention_launch
+         chooses.
 Source   Dao 2023, arXiv:2307.08691; Ainslie et al. 2023, arXiv:2305.13245. Written from the
          equations.
 """
@@ -111,6 +112,8 @@ def forward(
     q: (B, T, H, D), k and v: (B, T, G, D), bfloat16 (or float32, slow); segment_start: (B, T) int32
     keeps documents apart. out: (B, T, H, D) like q; lse: (B, H, T) float32. Runs on q's current
     stream. Raises ValueError on any other shape or dtype.
+
+    >>> out, lse = attention.forward(q, k, v, segment_start)
     """
     x, y, z, problem = _describe_inputs(q, k, v, segment_start, causal)
     out = empty_like(x)
@@ -124,7 +127,10 @@ def backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, segment_start: Any = None, *,
     causal: bool = True,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Gradients (dq, dk, dv) from dout, forward's inputs and its results; shapes as forward."""
+    """Gradients (dq, dk, dv) from dout, forward's inputs and its results; shapes as forward.
+
+    >>> dq, dk, dv = attention.backward(dout, q, k, v, out, lse, segment_start)
+    """
     x, y, z, problem = _describe_inputs(q, k, v, segment_start, causal)
     dout = describe(dout, dtype=x.dtype, shape=x.shape, name="dout")
     out = describe(out, dtype=x.dtype, shape=x.shape, name="out")

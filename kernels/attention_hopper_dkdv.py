@@ -35,19 +35,26 @@ from llmq_nb.kernels.attention_hopper_tiles import (
     make_stage_half_rows,
     n_major,
 )
+from llmq_nb.kernels.attention_hopper_transposed import (
+    QUERY_TILE,
+    STAGE_BITS,
+    STAGES,
+    make_mask_queries,
+    probabilities_transposed,
+    release_next,
+    score_gradients_transposed,
+)
 from llmq_nb.kernels.attention_tiles import (
     LOG2E,
-    MASKED,
     ZERO,
     Problem,
     block_order,
     divide,
-    first_key,
     queries_end,
 )
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, kernel
-from llmq_nb.kernels.ptx import bar_sync, ex2, ffma, lds64f, sel_gt, shfl_idx, smem_addr, syncwarp
+from llmq_nb.kernels.ptx import bar_sync, shfl_idx, smem_addr, syncwarp
 from llmq_nb.kernels.ptx_hopper import (
     bulk_g2s,
     fence_async,
@@ -67,57 +74,7 @@ SIGNATURE = (types.uint64,) * 8 + (types.int32,) * 8 + (types.float32,) * 2
 SHAPES = {64: [Wgmma(2, 64)], 128: [Wgmma(2, 64)]}
 """By head_dim; the first is the default. Measured and slower at D = 64: three warpgroups, which
 leave too few registers to overlap."""
-STAGE_BITS = 2
-STAGES = 1 << STAGE_BITS
-QUERY_TILE = 64
 ONE = np.float32(1.0)
-
-
-def make_mask_queries():
-    """mask(s, segment_start, base, key, query, T): mask S^T; key, query: this lane's first row and
-    column, base: flat position of the sequence's first token."""
-
-    @cuda.jit(device=True)
-    def mask(s, segment_start, base, key, query, T):
-        for j in range(QUERY_TILE // 8):
-            for c in range(2):
-                column = query + j * 8 + c
-                below = first_key(segment_start, base + min(column, T - 1)) - key
-                for r in range(2):
-                    x = sel_gt(key - column, -(r * 8), MASKED, s[4 * j + 2 * r + c])
-                    s[4 * j + 2 * r + c] = sel_gt(below, r * 8, MASKED, x)
-
-    return mask
-
-
-@cuda.jit(device=True)
-def probabilities_transposed(s, stats, scale_log2):
-    """S^T -> P^T; stats: shared address of the base-2 lse of this lane's first query."""
-    for j in range(QUERY_TILE // 8):
-        l0, l1 = lds64f(stats + j * 32)
-        for r in range(2):
-            s[4 * j + 2 * r] = ex2(ffma(s[4 * j + 2 * r], scale_log2, -l0))
-            s[4 * j + 2 * r + 1] = ex2(ffma(s[4 * j + 2 * r + 1], scale_log2, -l1))
-
-
-@cuda.jit(device=True)
-def score_gradients_transposed(dp, s, stats):
-    """dP^T -> dS^T = P^T (dP^T - delta)."""
-    for j in range(QUERY_TILE // 8):
-        d0, d1 = lds64f(stats + j * 32)
-        for r in range(2):
-            i = 4 * j + 2 * r
-            dp[i] = s[i] * (dp[i] - d0)
-            dp[i + 1] = s[i + 1] * (dp[i + 1] - d1)
-
-
-@cuda.jit(device=True)
-def release_next(full, empty, turn):
-    """Give a stage back unread; returns the next turn."""
-    stage = turn & (STAGES - 1)
-    mbar_wait(full + stage * 8, (turn >> STAGE_BITS) & 1)
-    mbar_arrive(empty + stage * 8)
-    return np.uint32(turn + 1)
 
 
 def make_attention_dkdv_hopper(D: int, CONSUMERS: int):

@@ -30,6 +30,9 @@ class Wgmma:
     """Of 64 rows each (keys in dkdv, queries elsewhere); one more fetches."""
     columns: int
     """Rows of a streamed tile."""
+    cluster: int = 0
+    """dkdv: 1 or 2 blocks take an item by attention_hopper_items, two dividing its streamed tiles
+    between them; 0: attention_hopper_dkdv."""
 
 
 OPTIONS = Options(arch_specific=True)

@@ -9,10 +9,12 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.kernels import (
     attention_backward,
     attention_dkdv,
+    attention_dkdv_parts,
     attention_forward,
     attention_hopper,
     attention_hopper_backward,
     attention_hopper_dkdv,
+    attention_hopper_items,
     attention_simt,
 )
 from llmq_nb.kernels.attention_backward import padded_length
@@ -63,6 +65,9 @@ def candidates(D: int, cc: tuple[int, int]) -> dict[str, list[Tile | Wgmma]]:
         found["forward"] += attention_hopper.SHAPES[D]
         found["dkdv"] += attention_hopper_dkdv.SHAPES[D]
         found["dq"] += attention_hopper_backward.SHAPES[D]
+    found["dkdv"] += attention_dkdv_parts.TILES[D]
+    if cc == CC:
+        found["dkdv"] += attention_hopper_items.SHAPES
     default = default_tiles(D, cc)
     for name, shapes in found.items():
         first = getattr(default, name)
@@ -148,11 +153,15 @@ def launch_dkdv(
 ) -> None:  # fmt: skip
     """Write dk and dv (bfloat16, `stride` bytes a token) from the inputs and `stats`."""
     if isinstance(tile, Wgmma):
-        attention_hopper_dkdv.dkdv_launch(dk, dv, stride, stats, dout, qkv, p, tile, stream)
+        module = attention_hopper_items if tile.cluster else attention_hopper_dkdv
+        module.dkdv_launch(dk, dv, stride, stats, dout, qkv, p, tile, stream)
         return
+    factory, module = attention_dkdv.make_attention_dkdv, attention_dkdv
+    if tile.parts == 2:
+        factory, module = attention_dkdv_parts.make_attention_dkdv_parts, attention_dkdv_parts
     launch = kernel(
-        attention_dkdv.make_attention_dkdv, attention_dkdv.SIGNATURE, tile.warps * 32,
-        attention_dkdv.shared_bytes(p.D, tile), Options(min_blocks=tile.blocks),
+        factory, attention_dkdv.SIGNATURE, tile.warps * tile.parts * 32,
+        module.shared_bytes(p.D, tile), Options(min_blocks=tile.blocks),
         **attention_backward.constants(p.D, tile, causal=p.causal),
     )  # fmt: skip
     heads, count = p.B * p.G, cdiv(p.T, tile.keys)

@@ -56,6 +56,8 @@ class Tile:
     stages: int = 2
     blocks: int = 0
     """Blocks a multiprocessor should hold at least, which limits registers; 0: as it comes."""
+    parts: int = 1
+    """Times `warps`, each with stages of its own (dkdv; 2: attention_dkdv_parts)."""
 
 
 @dataclass(frozen=True, slots=True)

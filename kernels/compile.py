@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
 from llmq_nb.kernels.cache import cache_folder, source_key, write_atomically
 
@@ -111,8 +112,8 @@ def arch_of(cc: tuple[int, int], options: Options = DEFAULT) -> str:
 
 
 def _whole_program(options: Options) -> bool:
-    """Whether to link from LTO-IR (see to_ltoir). The cluster size exists in the PTX only."""
-    return options.arch_specific and options.cluster == 1
+    """Whether to link from LTO-IR (see to_ltoir)."""
+    return options.arch_specific
 
 
 def cache_key(
@@ -128,14 +129,31 @@ def cache_key(
 
 
 # ---- compile -----------------------------------------------------------------------------------
+def _with_cluster(set_launch_bounds: Callable[..., None], blocks: int) -> Callable[..., None]:
+    """Numba's function that annotates a kernel, with a fixed cluster size, so that the plain launch
+    call works."""
+
+    def annotate(kernel: Any, bounds: Any) -> None:
+        set_launch_bounds(kernel, bounds)
+        module = kernel.module
+        for axis, extent in zip("xyz", (blocks, 1, 1), strict=True):
+            name = ir.MetaDataString(module, f"cluster_dim_{axis}")
+            value = ir.Constant(ir.IntType(32), extent)
+            annotation = module.add_metadata((kernel, name, value))
+            module.get_named_metadata("nvvm.annotations").add(annotation)
+
+    return annotate
+
+
 @contextlib.contextmanager
-def _without_gpu(cc: tuple[int, int]) -> Iterator[None]:
+def _without_gpu(cc: tuple[int, int], cluster: int = 1) -> Iterator[None]:
     """Numba-CUDA 0.30 asks the current device (when device functions are called) and NVRTC (for the
     target's name, and for where libdevice is) even in cuda.compile(cc=...): answer for them."""
     from numba.cuda import codegen, cuda_paths, dispatcher
+    from numba.cuda.cudadrv import nvvm
 
     device = pytypes.SimpleNamespace(compute_capability=cc)
-    patches = [
+    patches: list[tuple[Any, str, Any]] = [
         (dispatcher, "get_current_device", lambda: device),
         (
             codegen.nvrtc,
@@ -144,6 +162,9 @@ def _without_gpu(cc: tuple[int, int]) -> Iterator[None]:
         ),
         (cuda_paths, "_get_nvrtc_path", lambda: cuda_paths._env_path_tuple("not needed", None)),
     ]
+    if cluster > 1:
+        bounds = _with_cluster(nvvm.set_launch_bounds, cluster)  # pyright: ignore
+        patches.append((nvvm, "set_launch_bounds", bounds))
     paths_known = hasattr(cuda_paths.get_cuda_paths, "_cached_result")
     saved = [getattr(module, name) for module, name, _ in patches]
     try:
@@ -170,7 +191,7 @@ def to_ptx(
     target = (*cc, "a") if options.arch_specific else cc
     blocks = options.min_blocks or int(options.arch_specific)  # setmaxnreg needs a bound
     bounds = (threads, blocks) if blocks else threads
-    with _without_gpu(cc):
+    with _without_gpu(cc, options.cluster):
         ptx, _ = cuda.compile(
             function, signature, device=False, abi="numba", cc=target, fastmath=options.fastmath,
             launch_bounds=bounds,
@@ -179,9 +200,6 @@ def to_ptx(
         raise RuntimeError(
             f"{function.__name__}: float64 in the PTX (a float literal without np.float32?)"
         )
-    if options.cluster > 1:  # a fixed cluster size, so that the plain launch call works
-        fixed = rf"\1\n.explicitcluster\n.reqnctapercluster {options.cluster}, 1, 1"
-        ptx = re.sub(r"(\.maxntid\s+\d+(?:\s*,\s*\d+)*)", fixed, ptx, count=1)
     return ptx
 
 
@@ -197,7 +215,7 @@ def to_ltoir(
     whole program."""
     from numba import cuda
 
-    with _without_gpu(cc):
+    with _without_gpu(cc, options.cluster):
         ltoir, _ = cuda.compile(
             function, signature, device=False, abi="numba", cc=(*cc, "a"),
             fastmath=options.fastmath, launch_bounds=(threads, options.min_blocks or 1),

@@ -107,6 +107,17 @@ mbar_arrive_cluster = asm_op(
     "rr",
     **_STORE,
 )
+cluster_address = asm_op(  # of block $2's shared address $1
+    "cluster_address", "mapa.shared::cluster.u32 $0, $1, $2;", "r", "rr"
+)
+sts128f_cluster = asm_op(
+    "sts128f_cluster",
+    "st.shared::cluster.v4.f32 [$0], {$1,$2,$3,$4};",
+    "",
+    "rffff",
+    groups=(1, 4),
+    **_STORE,
+)
 
 # ---- packed bfloat16, matrix stores: sm_90 and later -------------------------------------------
 stsm4 = asm_op(

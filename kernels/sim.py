@@ -179,6 +179,7 @@ class _Launch:
         self.block = Rendezvous(threads, strict=False)
         self.next_block = threading.Barrier(threads, action=self._start_block)
         self.windows: dict[tuple[int, int], np.ndarray] = {}
+        self.named: dict[int, Rendezvous] = {}
         self.error: tuple[BaseException, str] | None = None
 
     def _start_block(self) -> None:
@@ -191,9 +192,15 @@ class _Launch:
     def abort(self, error: BaseException, where: str) -> None:
         with _lock:
             self.error = self.error or (error, where)
-        for rendezvous in [self.block, *(w.rendezvous for w in self.warps)]:
+        warps = (w.rendezvous for w in self.warps)
+        for rendezvous in [self.block, *warps, *self.named.values()]:
             rendezvous.fail(f"another thread failed: {self.error[0]}")
         self.next_block.abort()
+
+    def named_barrier(self, number: int, threads: int) -> Rendezvous:
+        """Where that many threads of the block meet."""
+        with _lock:
+            return self.named.setdefault(number, Rendezvous(threads, strict=False))
 
     def window(self, array: np.ndarray) -> np.ndarray:
         """The aligned, poisoned stand-in of a shared array (the XOR swizzles rely on the

@@ -297,6 +297,10 @@ def syncwarp() -> None:
     sim.exchange(None)
 
 
+def bar_sync(number: Any, threads: Any) -> None:
+    sim.current_thread().launch.named_barrier(int(number), int(threads)).wait()
+
+
 # ---- tensor cores ------------------------------------------------------------------------------
 def _ldmatrix(address: Any, count: int, transposed: bool) -> tuple[np.uint32, ...]:
     """Lane i of group j gives the address of row i % 8 of matrix j; lane l gets row l / 4, pair l %

@@ -5,6 +5,9 @@ happen at once when issued, in the layouts of the PTX ISA (128-byte swizzle, des
 accumulator fragments), so that indexing, phases, arrival counts, byte counts and masks are tested;
 what is in flight at the same time is not. A wait that nobody can end fails after TIMEOUT seconds.
 
+Blocks run one after the other, so a grid of clusters runs twice: what a block stores to another in
+the first run lies there in the second one, after the second `cluster_sync`.
+
 Kernels keep shared addresses in 32 bits: here the low half of a host address, whose upper half is
 that of the block's only shared array.
 """
@@ -18,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from llmq_nb.kernels import sim, sim_ops
+from llmq_nb.kernels.launch import kernel as compiled_kernel
 
 TIMEOUT = 60.0
 LOW = 0xFFFFFFFF
@@ -114,6 +118,48 @@ def bulk_g2s(shared: Any, source: Any, nbytes: Any, barrier: Any) -> None:
     _barriers[int(barrier)].add(0, -int(nbytes))
 
 
+# ---- clusters ----------------------------------------------------------------------------------
+_stored: dict[int, dict[int, bytes]] = {}  # of the run before: block -> offset -> data
+_syncs: dict[int, int] = {}  # of this run: block -> how often its threads have met
+
+
+def cluster_address(address: Any, rank: Any) -> int:
+    return int(address) & LOW | int(rank) << 32
+
+
+def sts128f_cluster(address: Any, word: Any) -> None:
+    block = sim.current_thread().blockIdx.x & ~1 | int(address) >> 32
+    offset = int(address) - _window().ctypes.data & LOW
+    assert offset % 16 == 0
+    with _condition:
+        _stored.setdefault(block, {})[offset] = np.array(word, np.float32).tobytes()
+
+
+def cluster_sync() -> None:
+    thread = sim.current_thread()
+    thread.syncthreads()
+    if thread.thread_id == 0:
+        block = thread.blockIdx.x
+        _syncs[block] = _syncs.get(block, 0) + 1
+        if _syncs[block] == 2:
+            for offset, data in _stored.get(block, {}).items():
+                _window()[offset : offset + 16] = np.frombuffer(data, np.uint8)
+    thread.syncthreads()
+
+
+def _kernel(*arguments: Any, **constants: Any) -> Any:
+    """As launch.kernel; a grid of clusters runs twice."""
+    launch = compiled_kernel(*arguments, **constants)
+
+    def twice(*values: Any) -> None:
+        _stored.clear()
+        for _ in range(2):
+            _syncs.clear()
+            launch(*values)
+
+    return twice if constants.get("CLUSTER", 1) > 1 else launch
+
+
 # ---- warpgroups --------------------------------------------------------------------------------
 class Group:
     """Threads that meet, with a table to exchange values."""
@@ -127,10 +173,6 @@ class Group:
 def _group(key: Any, threads: int = 128) -> Group:
     with _condition:
         return _groups.setdefault(key, Group(threads))
-
-
-def bar_sync(number: Any, threads: Any) -> None:
-    _group(("bar", int(number)), int(threads)).barrier.wait(TIMEOUT)
 
 
 def _elements(descriptor: Any, offsets: np.ndarray) -> np.ndarray:
@@ -195,7 +237,8 @@ def _make_nothing(*_: Any, **__: Any) -> Callable[..., None]:
 
 
 STAND_INS: dict[str, Any] = {
-    "smem_addr": _smem_addr, "bar_sync": bar_sync,
+    "smem_addr": _smem_addr, "cluster_address": cluster_address, "cluster_sync": cluster_sync,
+    "sts128f_cluster": sts128f_cluster, "kernel": _kernel,
     "settle": _nothing, "make_settle": _make_nothing, "mbar_init": mbar_init,
     "mbar_expect": mbar_expect, "mbar_arrive": mbar_arrive, "mbar_wait": mbar_wait,
     "tensor_map": tensor_map, "tma_4d": tma_4d, "bulk_g2s": bulk_g2s, "make_wgmma": make_wgmma,

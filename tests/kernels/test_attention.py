@@ -4,7 +4,13 @@ attention_checks.py; on a GPU: test_attention_gpu.py)."""
 import numpy as np
 import pytest
 
-from llmq_nb.kernels import attention, attention_backward, attention_dkdv, attention_forward
+from llmq_nb.kernels import (
+    attention,
+    attention_backward,
+    attention_dkdv,
+    attention_dkdv_parts,
+    attention_forward,
+)
 from llmq_nb.kernels.attention_launch import Tiles, default_tiles
 from llmq_nb.kernels.attention_tiles import Tile
 from llmq_nb.kernels.compile import to_ptx
@@ -40,15 +46,22 @@ def test_reference_gradients_are_the_derivative_of_the_reference() -> None:
 
 
 # ---- compiled code -----------------------------------------------------------------------------
-@pytest.mark.parametrize("module", [attention_forward, attention_dkdv, attention_backward])
+PRODUCTS = {
+    attention_forward: 2, attention_dkdv: 4, attention_dkdv_parts: 4, attention_backward: 3
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", PRODUCTS)
 def test_products_run_on_tensor_cores(module) -> None:
     """One mma.sync for each 16 x 8 x 16 of the tile's products in one pass of the loop, operands by
     ldmatrix, tiles by 16-byte cp.async. (Registers and stack: test_compile.)"""
     case = next(c for c in module.COMPILE_CASES if "QUERIES" in c.constants)
     ptx = to_ptx(case.factory(**case.constants), case.signature, case.threads, (8, 9), case.options)
     extents = case.constants["QUERIES"] * case.constants["KEYS"] * case.constants["D"]
-    products = {attention_forward: 2, attention_dkdv: 4, attention_backward: 3}[module]
-    assert ptx.count("mma.sync") == products * extents // (16 * 8 * 16) // case.constants["WARPS"]
+    assert (
+        ptx.count("mma.sync")
+        == PRODUCTS[module] * extents // (16 * 8 * 16) // case.constants["WARPS"]
+    )
     assert "ldmatrix" in ptx and "cp.async.cg.shared.global" in ptx
     assert ".local" not in ptx  # no register tile is indexed at run time
 
@@ -72,11 +85,15 @@ def test_shapes_for_two_blocks_a_multiprocessor() -> None:
 # border in it; two 16-row tiles a warp; a group of three.
 SMALL = Tiles(Tile(32, 16, 2), Tile(16, 32, 2), Tile(32, 16, 2))
 LARGE = Tiles(Tile(64, 16, 2), Tile(16, 64, 2, stages=1), Tile(64, 16, 2, stages=1))
+PARTS = Tiles(SMALL.forward, Tile(16, 32, 2, stages=1, parts=2), SMALL.dq)
+PARTS_STAGES = Tiles(SMALL.forward, Tile(16, 32, 2, parts=2), SMALL.dq)
 SIMULATED = [
     pytest.param(dict(B=1, T=3, H=1, G=1, D=64, mean=None, tiles=SMALL), id="short"),
     pytest.param(dict(B=1, T=33, H=1, G=1, D=64, mean=8.0, tiles=SMALL), id="documents"),
     pytest.param(dict(B=1, T=36, H=1, G=1, D=64, mean=None, tiles=LARGE), id="two-m-tiles"),
     pytest.param(dict(B=2, T=19, H=3, G=1, D=64, mean=4.0, tiles=SMALL), id="group-of-three"),
+    pytest.param(dict(B=1, T=33, H=3, G=1, D=64, mean=12.0, tiles=PARTS), id="parts"),
+    pytest.param(dict(B=1, T=50, H=1, G=1, D=64, mean=None, tiles=PARTS_STAGES), id="parts-stages"),
 ]
 
 

@@ -1,14 +1,16 @@
 """Attention on a GPU, every implementation and tile shape it can run (checks and bounds:
 attention_checks.py)."""
 
+from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
 
 from llmq_nb.core.device import device_count, open_device
-from llmq_nb.kernels import attention
-from llmq_nb.kernels.attention_hopper_tiles import CC
+from llmq_nb.kernels import attention, attention_dkdv_parts, attention_hopper_items
+from llmq_nb.kernels.attention_hopper_tiles import CC, Wgmma
 from llmq_nb.kernels.attention_launch import Tiles, candidates, default_tiles
+from llmq_nb.kernels.attention_tiles import Tile
 from llmq_nb.kernels.ptx import SIMULATED as SIMULATOR
 from tests.kernels.attention_checks import (
     FP32_CASES,
@@ -88,6 +90,34 @@ def every_tile() -> list[object]:
 def test_every_tile_shape(gpu: Device, D, tiles, T, mean) -> None:
     check_forward(gpu, 2, T, 6, 2, D, mean, tiles)
     check_backward(gpu, 2, T, 6, 2, D, mean, tiles)
+
+
+def dkdv_shapes(D: int) -> list[Tile | Wgmma]:
+    """Of the kernels in which two parts of a block or two blocks add up, or blocks take items."""
+    shapes: list[Tile | Wgmma] = [*attention_dkdv_parts.TILES[D]]
+    return shapes + (attention_hopper_items.SHAPES if compute_capability() == CC else [])
+
+
+OTHER_DKDV = [(D, shape) for D in attention.HEAD_DIMS for shape in dkdv_shapes(D)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("D", "shape"), [(D, s) for D in attention.HEAD_DIMS for s in dkdv_shapes(D)]
+)
+@pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
+def test_other_dkdv(gpu: Device, B, T, H, G, D, mean, shape) -> None:
+    tiles = replace(default_tiles(D, compute_capability()), dkdv=shape)
+    check_backward(gpu, B, T, H, G, D, mean, tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("D", "shape"), [(D, s) for D in attention.HEAD_DIMS for s in dkdv_shapes(D)]
+)
+def test_other_dkdv_repeats_bit_for_bit(gpu: Device, D, shape) -> None:
+    tiles = replace(default_tiles(D, compute_capability()), dkdv=shape)
+    check_repeats(gpu, 2, 700, 6, 2, D, tiles)
 
 
 @pytest.mark.gpu
