@@ -111,6 +111,8 @@ def forward(
     q: (B, T, H, D), k and v: (B, T, G, D), bfloat16 (or float32, slow); segment_start: (B, T) int32
     keeps documents apart. out: (B, T, H, D) like q; lse: (B, H, T) float32. Runs on q's current
     stream. Raises ValueError on any other shape or dtype.
+
+    >>> out, lse = attention.forward(q, k, v, segment_start)
     """
     x, y, z, problem = _describe_inputs(q, k, v, segment_start, causal)
     out = empty_like(x)
@@ -124,7 +126,10 @@ def backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, segment_start: Any = None, *,
     causal: bool = True,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Gradients (dq, dk, dv) from dout, forward's inputs and its results; shapes as forward."""
+    """Gradients (dq, dk, dv) from dout, forward's inputs and its results; shapes as forward.
+
+    >>> dq, dk, dv = attention.backward(dout, q, k, v, out, lse, segment_start)
+    """
     x, y, z, problem = _describe_inputs(q, k, v, segment_start, causal)
     dout = describe(dout, dtype=x.dtype, shape=x.shape, name="dout")
     out = describe(out, dtype=x.dtype, shape=x.shape, name="out")

@@ -38,6 +38,11 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
     scale = {"scale": np.array([0.25], np.float32)}
     return {
         "adamw": {"master": fp32(100), "m": fp32(100), "v": fp32(100), "grad": bf16(100)},
+        "attention": {
+            "q": bf16(1, T, 2, 64), "k": bf16(1, T, 1, 64), "v": bf16(1, T, 1, 64),
+            "dout": bf16(1, T, 2, 64), "out": bf16(1, T, 2, 64), "lse": fp32(1, 2, T),
+            "segment_start": np.array([[0, 0, 2]], np.int32),
+        },
         "attention_cached": {
             "qkv": bf16(B, T, (H + 2 * G) * D), "cache": bf16(B, 8, 2 * G * D),
             "segment_start": np.full((B, T), -4, np.int32),
