@@ -30,6 +30,7 @@ from llmq_nb.kernels.attention_hopper_tiles import (
     Wgmma,
     block_threads,
     descriptor,
+    even_swath,
     head_map,
     make_copy_half_rows,
     make_item,
@@ -325,11 +326,12 @@ def forward_launch(
     )  # fmt: skip
     rows = 64 * tile.warpgroups
     heads, count = p.B * p.H, cdiv(p.T, rows)
+    blocks = persistent_grid(heads * count)
     launch(
-        stream, (persistent_grid(heads * count),), out, lse,
+        stream, (blocks,), out, lse,
         head_map(q, p.H, p.q_stride, rows, p), head_map(k, p.G, p.kv_stride, tile.columns, p),
         head_map(v, p.G, p.kv_stride, tile.columns, p), p.segment_start, heads, p.T, p.H, p.group,
-        count, p.swath(2, count, p.group), p.scale * float(LOG2E),
+        count, even_swath(p, rows, blocks), p.scale * float(LOG2E),
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from llmq_nb.kernels.attention_hopper_tiles import (
     Wgmma,
     block_threads,
     descriptor,
+    even_swath,
     input_maps,
     make_copy_half_rows,
     make_item,
@@ -292,10 +293,11 @@ def dq_launch(
     )  # fmt: skip
     rows = 64 * tile.warpgroups
     tiles = cdiv(p.T, rows)
+    blocks = persistent_grid(p.B * p.H * tiles)
     launch(
-        stream, (persistent_grid(p.B * p.H * tiles),), dq,
+        stream, (blocks,), dq,
         *input_maps(qkv, dout, rows, tile.columns, p), stats, p.segment_start, p.B * p.H, p.T,
-        padded_length(p.T), p.H, p.group, tiles, p.swath(2, tiles, p.group), stride, p.scale,
+        padded_length(p.T), p.H, p.group, tiles, even_swath(p, rows, blocks), stride, p.scale,
         p.scale * float(LOG2E),
     )  # fmt: skip
 

@@ -9,14 +9,23 @@ Registers      A wgmma accumulator of 64 x N is N / 2 elements a lane: of column
                4 j + 2, 4 j + 3 for the row eight below.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda
 
 from llmq_nb.core.device import current_device
-from llmq_nb.kernels.attention_tiles import MASKED, Problem, block_order, divide, first_key
+from llmq_nb.kernels.attention_tiles import (
+    MASKED,
+    SWATH_BYTES,
+    Problem,
+    block_order,
+    divide,
+    first_key,
+)
 from llmq_nb.kernels.compile import Options
+from llmq_nb.kernels.launch import cdiv
 from llmq_nb.kernels.ptx import bf16x2, lds128, sel_gt, stg128, sts32
 from llmq_nb.kernels.ptx_hopper import make_wgmma, tma_4d
 from llmq_nb.kernels.tensor_map import tensor_map
@@ -41,6 +50,9 @@ REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}
 """Of a producer and a consumer thread, by the number of consumer warpgroups."""
 PERSISTENT = True
 """Whether a block takes item after item of the kernels whose items are independent."""
+MOST_SWATH_BYTES = 3 * SWATH_BYTES // 2
+ITEM_ROWS = 128
+"""What beginning and ending an item costs, in keys."""
 HALF_ROW = 128
 """Bytes of a row of 64 columns: a D = 128 tile is two halves, one after the other."""
 WARPGROUP_HALF = 64 * HALF_ROW
@@ -199,6 +211,32 @@ def persistent_grid(items: int) -> int:
     """Blocks for so many independent work items: one a multiprocessor, which then fetches an item's
     first tiles under the end of the one before. (Bits do not depend on it.)"""
     return min(items, current_device().multiprocessors) if PERSISTENT else items
+
+
+def even_swath(p: Problem, rows: int, blocks: int) -> int:
+    """Heads at a time for which next_work gives `blocks` blocks the most even work: items of `rows`
+    queries, whose keys and values stream."""
+    streamed = 2 * p.T * p.D * p.dtype.itemsize
+    most = p.group * max(1, MOST_SWATH_BYTES // streamed)
+    return _even_swath(p.B * p.H, p.T, rows, blocks, max(1, most // 4), most)
+
+
+@functools.lru_cache(maxsize=256)
+def _even_swath(heads: int, T: int, rows: int, blocks: int, least: int, most: int) -> int:
+    least, most = min(least, heads), min(most, heads)
+    lengths = np.arange(T, 0, -rows) + ITEM_ROWS  # of one head, the longest first
+    rounds = cdiv(heads * len(lengths), blocks)
+    spans = []
+    for swath in range(least, most + 1):
+        whole, rest = divmod(heads, swath)
+        work = np.zeros(rounds * blocks)
+        order = [np.tile(np.repeat(lengths, swath), whole), np.repeat(lengths, rest)]
+        work[: heads * len(lengths)] = np.concatenate(order)
+        work = work.reshape(rounds, blocks)
+        work[1::2] = work[1::2, ::-1]
+        spans.append(work.sum(0).max())
+    near = np.array(spans) <= 1.005 * min(spans)
+    return least + int(near.argmax())  # the smallest of them, for the L2 cache
 
 
 def block_threads(tile: Wgmma) -> int:
