@@ -47,7 +47,8 @@ class Options:
     only."""
     fastmath: bool = True
     cluster: int = 1
-    """Blocks a cluster, along x; above 1 needs sm_90."""
+    """Blocks a cluster, along x; above 1 needs sm_90. Fixed in the PTX, or, with arch_specific,
+    which has none, given with every launch."""
 
 
 DEFAULT = Options()
@@ -111,8 +112,8 @@ def arch_of(cc: tuple[int, int], options: Options = DEFAULT) -> str:
 
 
 def _whole_program(options: Options) -> bool:
-    """Whether to link from LTO-IR (see to_ltoir). The cluster size exists in the PTX only."""
-    return options.arch_specific and options.cluster == 1
+    """Whether to link from LTO-IR (see to_ltoir)."""
+    return options.arch_specific
 
 
 def cache_key(

@@ -34,6 +34,7 @@ import numpy as np
 from llmq_nb.core.device import create_event, elapsed_seconds, record_event
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.launch import is_preparing
+from llmq_nb.kernels.matmul_swiglu import FusedProduct
 
 Kind = Literal["forward", "dgrad", "wgrad"]
 COMPUTE_32F, R_32F = 68, 0
@@ -66,6 +67,8 @@ class Shape:
     """BF16 operands are values of FP8 codes, in the layouts of FP8 products."""
     fast: bool = False
     """FP8: without the periodic promotion of the sums (precision.fast_accumulation)."""
+    swiglu: bool = False
+    """Forward: followed by SwiGLU of the output, see FusedProduct."""
 
     @property
     def quantised(self) -> bool:
@@ -78,7 +81,7 @@ class Shape:
         return 2 * self.N * self.M * self.K
 
     def __str__(self) -> str:
-        flags = ("bias", "accumulate", "codes", "fast")
+        flags = ("bias", "accumulate", "codes", "fast", "swiglu")
         extras = "".join(f"+{flag}" for flag in flags if getattr(self, flag))
         return f"{self.kind} {self.N}x{self.M}x{self.K} {self.operand}->{self.out}{extras}"
 
@@ -211,21 +214,25 @@ class Products:
     """The products of one rank: a plan a shape, made on first use.
 
     choices: index of the algorithm by shape's name, from a tuning file; shapes that are not in it
-    take the
-    heuristic's first.
+    take the first candidate.
     """
 
     def __init__(self, *, device: int, workspace: int, choices: dict[str, int] | None = None):
         self.device, self.workspace = device, workspace
         self.choices = dict(choices or {})
-        self._plans: dict[Shape, Product] = {}
+        self._plans: dict[Shape, Any] = {}
 
-    def plan(self, shape: Shape) -> Product:
-        """The plan of a shape."""
+    def plan(self, shape: Shape) -> Any:
+        """The plan of a shape: a Product, or of a swiglu shape a FusedProduct."""
         found = self._plans.get(shape)
         if found is None:
             algorithm = self.choices.get(str(shape), 0)
-            found = self._plans[shape] = Product(shape, device=self.device, algorithm=algorithm)
+            if shape.swiglu:
+                plain = self.plan(dataclasses.replace(shape, swiglu=False))
+                found = FusedProduct(shape, plain, algorithm=algorithm)
+            else:
+                found = Product(shape, device=self.device, algorithm=algorithm)
+            self._plans[shape] = found
         return found
 
     @property
@@ -242,10 +249,21 @@ class Products:
         if not is_preparing():
             plan(out, x, y, workspace=self.workspace, stream=stream, bias=bias, scales=scales)
 
+    def with_swiglu(
+        self, shape: Shape, act: int, gate_up: int, x: int, weight: int, *, stream: int,
+        absmax: int = 0, scales: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """Launch a swiglu shape; act: 0 if only gate_up is wanted. absmax: of act, or 0."""
+        self.plan(shape)(
+            gate_up, x, weight, act=act, absmax=absmax, workspace=self.workspace, stream=stream,
+            scales=scales,
+        )  # fmt: skip
+
     def tune(self, memory: int, *, stream: int) -> None:
         """Time the candidates of every shape in use that has no choice yet, and choose.
 
-        memory: where operands and results may lie (overwritten): 3 times the largest of them.
+        memory: where operands and results may lie (overwritten): 3 times the largest of them, 4 if
+        it is a swiglu shape's.
         """
         for shape, plan in self._plans.items():
             if str(shape) in self.choices:
@@ -265,7 +283,7 @@ class Products:
         for shape, plan in self._plans.items():
             plan.choose(self.choices.get(str(shape), 0))
 
-    def times(self, plan: Product, memory: int, *, stream: int) -> list[float]:
+    def times(self, plan: Any, memory: int, *, stream: int) -> list[float]:
         """Seconds of a launch with each candidate, in their order; memory as in `tune`."""
         s = plan.shape
         largest = max(s.N * s.M, s.N * s.K, s.M * s.K)
@@ -276,9 +294,11 @@ class Products:
             seconds.append(self._time(plan, memory, room, stream))
         return seconds
 
-    def _time(self, plan: Product, memory: int, room: int, stream: int) -> float:
+    def _time(self, plan: Any, memory: int, room: int, stream: int) -> float:
         """Best of a few timings of two launches in a row, a launch [s]."""
-        bias = memory if plan.shape.bias else 0
+        extra = {"bias": memory} if plan.shape.bias else {}
+        if plan.shape.swiglu:
+            extra = {"act": memory + 3 * room, "absmax": memory if plan.shape.quantised else 0}
         scales = (memory, memory)[: 1 if plan.shape.codes else 2] if plan.shape.quantised else ()
         seconds = []
         for _ in range(TIMINGS):
@@ -287,7 +307,7 @@ class Products:
             for _ in range(2):
                 plan(
                     memory, memory + room, memory + 2 * room,
-                    workspace=self.workspace, stream=stream, bias=bias, scales=scales,
+                    workspace=self.workspace, stream=stream, scales=scales, **extra,
                 )  # fmt: skip
             record_event(end, stream)
             seconds.append(elapsed_seconds(start, end) / 2)

@@ -188,6 +188,15 @@ class Ops(Protocol):
         """dx = dy weight, dweight (+)= dy^T x, dbias (+)= sum_n dy (never from the FP8 codes)."""
         ...
 
+    def linear_swiglu(self, y: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+        """`linear` to gate_up, then `swiglu` of it to y: one kernel where that is faster."""
+        ...
+
+    def linear_swiglu_again(self, y: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+        """`linear_swiglu` in recomputation: gate_up has the bits it had; y as in
+        `swiglu_again`."""
+        ...
+
     def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
         """y = gate / (1 + exp(-gate)) * up. gate_up: (N, 2 F) as [gate, up]; y: (N, F)."""
         ...

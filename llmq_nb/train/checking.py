@@ -27,6 +27,8 @@ OUTPUTS: dict[str, tuple[int, ...]] = {
     "attention_backward": (0,),
     "linear": (0,),
     "linear_backward": (0, 1, 2),
+    "linear_swiglu": (0, 1),
+    "linear_swiglu_again": (0, 1),
     "swiglu": (0,),
     "swiglu_again": (0,),
     "swiglu_backward": (0,),

@@ -81,7 +81,8 @@ def known_tuning(device: Device, saved: Choices | None) -> Choices:
     machine = machine_tuning(device)
     if saved is None:
         return machine
-    return {k: v for k, v in machine.items() if not is_attention(k)} | saved
+    apart = {f"{k}+swiglu": 0 for k in saved if k.startswith("forward ")}  # before it was a choice
+    return {k: v for k, v in machine.items() if not is_attention(k)} | apart | saved
 
 
 # ---- llmq-nb compile --tune --------------------------------------------------------------------
@@ -115,6 +116,7 @@ def tune(ops: CudaOps, progress: Callable[[str], None]) -> list[Timed]:
             seconds = ops.products.times(ops.products.plan(product), memory, stream=ops.stream)
             labels = [f"algorithm {k}" for k in range(len(seconds))]
             found.append(Timed(str(product), seconds, labels))
+            ops.products.plan(product).choose(found[-1].chosen)  # part of a swiglu shape's timing
         if with_attention:
             timer = AttentionTimer(shape, device.cc, memory, ops.stream)
             for kernel, tiles in candidates(m.D, device.cc).items():
