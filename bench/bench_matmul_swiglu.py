@@ -43,8 +43,8 @@ def run(model: str, form: str) -> None:
                 core.driver().cuMemcpyHtoD(address, values.ctypes.data, values.nbytes), "upload"
             )
         products.choices[str(shape)] = 0
-        products.tune(memory, stream=b.stream)
-        common = {"workspace": workspace, "stream": b.stream, "act": act}
+        products.tune(memory, stream=int(b.stream))
+        common = {"workspace": workspace, "stream": int(b.stream), "act": act}
         if dtype.is_fp8:
             common |= {"scales": (scale, scale), "absmax": b.zeros(4)}
         seconds = np.zeros((ROUNDS, plan.count))

@@ -118,7 +118,7 @@ def test_candidates_of_the_products(gpu: Any, form: str) -> None:
         gate_up, act = gpu.empty((N, 2 * F), BF16), gpu.empty((N, F), BF16)
         products.with_swiglu(
             shape, act.address, gate_up.address, case.x.address, case.weight.address,
-            scales=case.scales, stream=gpu.stream,
+            scales=case.scales, stream=int(gpu.stream),
         )  # fmt: skip
         assert_within(gate_up.numpy(), want, relative=1.01 * U16, absolute=bound, what="gate_up")
         apart = gpu.empty((N, F), BF16)
@@ -126,7 +126,7 @@ def test_candidates_of_the_products(gpu: Any, form: str) -> None:
         assert (act.numpy().view(np.uint16) == apart.numpy().view(np.uint16)).all(), algorithm
     room = -(-2 * max(N * 2 * F, N * K, 2 * F * K) // 256) * 256
     memory = gpu.zeros((4 * room + 256,), np.uint8)
-    products.tune(-(-memory.address // 256) * 256, stream=gpu.stream)
+    products.tune(-(-memory.address // 256) * 256, stream=int(gpu.stream))
     assert products.choices[str(shape)] == products.plan(shape).algorithm
     assert set(products.choices) == {str(shape), str(products.plan(shape).plain.shape)}
 
