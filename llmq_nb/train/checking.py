@@ -29,7 +29,6 @@ OUTPUTS: dict[str, tuple[int, ...]] = {
     "linear_backward": (0, 1, 2),
     "linear_swiglu": (0, 1),
     "linear_swiglu_again": (0, 1),
-    "swiglu": (0,),
     "swiglu_again": (0,),
     "swiglu_backward": (0,),
     "cross_entropy": (0, 1, 2),
