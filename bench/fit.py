@@ -27,7 +27,7 @@ def presets(args: argparse.Namespace) -> None:
     """Each config, and beside it the same with nothing moved."""
     for name in args.names or PRESETS:
         try:
-            config, model = fit_runs.load(name, args.accumulation)
+            config, model = fit_runs.load(name, args.accumulation, args.set)
             moved = plain = None
             if not args.only_beside:
                 moved = fit_runs.measured(name, config, model, args.steps)
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("--only-beside", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value")
     parser.add_argument("--work", type=Path, default=Path("/tmp/llmq-nb-fit"), help="for files")
     parser.add_argument("--seconds", type=float, default=150.0, help="of exact and auto")
     parser.add_argument("--model", action="append")

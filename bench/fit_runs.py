@@ -10,6 +10,7 @@ copies have nothing to hide behind.
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 from bench.bench_offload import timed_graphs
@@ -38,9 +39,11 @@ PINNED = 1.02
 """Most pinned bytes, over the plan's."""
 
 
-def load(name: str, accumulation: int | None) -> tuple[Config, ModelConfig]:
+def load(
+    name: str, accumulation: int | None, sets: Sequence[str] = ()
+) -> tuple[Config, ModelConfig]:
     """A file of configs/; a model that must be downloaded is the preset in its name."""
-    config = load_config(f"configs/{name}.toml")
+    config = load_config(f"configs/{name}.toml", tuple(sets))
     path = name.partition("-1x")[0] if "/" in config.model.path else config.model.path
     if accumulation is not None:
         batch = dataclasses.replace(config.batch, grad_accumulation=accumulation)

@@ -329,7 +329,7 @@ def forward_launch(
         stream, (persistent_grid(heads * count),), out, lse,
         head_map(q, p.H, p.q_stride, rows, p), head_map(k, p.G, p.kv_stride, tile.columns, p),
         head_map(v, p.G, p.kv_stride, tile.columns, p), p.segment_start, heads, p.T, p.H, p.group,
-        count, p.swath(2) * p.group, p.scale * float(LOG2E),
+        count, p.swath(2, count, p.group), p.scale * float(LOG2E),
     )  # fmt: skip
 
 

@@ -295,7 +295,7 @@ def dq_launch(
     launch(
         stream, (persistent_grid(p.B * p.H * tiles),), dq,
         *input_maps(qkv, dout, rows, tile.columns, p), stats, p.segment_start, p.B * p.H, p.T,
-        padded_length(p.T), p.H, p.group, tiles, p.swath(2) * p.group, stride, p.scale,
+        padded_length(p.T), p.H, p.group, tiles, p.swath(2, tiles, p.group), stride, p.scale,
         p.scale * float(LOG2E),
     )  # fmt: skip
 

@@ -373,7 +373,7 @@ def dkdv_launch(
     launch(
         stream, (p.B * p.G * tiles,), dk, dv, *input_maps(qkv, dout, QUERY_TILE, rows, p), stats,
         p.segment_start, p.B * p.G, p.T, padded_length(p.T), p.H, p.group, tiles,
-        p.swath(2 * p.group), stride, p.scale, p.scale * float(LOG2E),
+        p.swath(2 * p.group, tiles), stride, p.scale, p.scale * float(LOG2E),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from llmq_nb.kernels import (
 )
 from llmq_nb.kernels.attention_backward import padded_length
 from llmq_nb.kernels.attention_hopper_tiles import CC, Wgmma
-from llmq_nb.kernels.attention_tiles import Problem, Tile
+from llmq_nb.kernels.attention_tiles import LEAST_BLOCKS, Problem, Tile
 from llmq_nb.kernels.compile import Options
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import SIMULATED
@@ -119,7 +119,7 @@ def launch_forward(
     heads, count = p.B * p.H, cdiv(p.T, tile.queries)
     launch(
         stream, (heads * count,), out, lse, q, k, v, p.segment_start, heads, p.T, p.H, p.group,
-        count, p.swath(2) * p.group, p.q_stride, p.kv_stride, p.scale * LOG2E,
+        count, p.swath(2, count, p.group), p.q_stride, p.kv_stride, p.scale * LOG2E,
     )  # fmt: skip
 
 
@@ -156,10 +156,11 @@ def launch_dkdv(
         **attention_backward.constants(p.D, tile, causal=p.causal),
     )  # fmt: skip
     heads, count = p.B * p.G, cdiv(p.T, tile.keys)
+    swath = p.swath(2 * p.group, count, least=2 * LEAST_BLOCKS)  # two blocks a multiprocessor
     launch(
         stream, (heads * count,), dk, dv, *qkv, dout, stats, p.segment_start, heads, p.T,
-        padded_length(p.T), p.H, p.group, count, p.swath(2 * p.group), p.q_stride, p.kv_stride,
-        stride, p.scale, p.scale * LOG2E,
+        padded_length(p.T), p.H, p.group, count, swath, p.q_stride, p.kv_stride, stride, p.scale,
+        p.scale * LOG2E,
     )  # fmt: skip
 
 
@@ -179,8 +180,8 @@ def launch_dq(
     heads, count = p.B * p.H, cdiv(p.T, tile.queries)
     launch(
         stream, (heads * count,), dq, *qkv, dout, stats, p.segment_start, heads, p.T,
-        padded_length(p.T), p.H, p.group, count, p.swath(2) * p.group, p.q_stride, p.kv_stride,
-        stride, p.scale, p.scale * LOG2E,
+        padded_length(p.T), p.H, p.group, count, p.swath(2, count, p.group), p.q_stride,
+        p.kv_stride, stride, p.scale, p.scale * LOG2E,
     )  # fmt: skip
 
 

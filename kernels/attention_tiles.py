@@ -37,9 +37,13 @@ MASKED = np.float32(-1e30)
 FIRST_MAXIMUM = np.float32(-1e20)
 LOG2E = np.float32(1.4426950408889634)
 LN2 = np.float32(0.6931471805599453)
-SWATH_BYTES = 32 << 20
+SWATH_BYTES = 16 << 20
 """Heads whose streamed tensors are together this large are worked on at the same time, so that the
-L2 cache (32 to 96 MB on most cards) holds them."""
+L2 cache (32 to 96 MB on most cards, of which half may hold copies) holds them."""
+LEAST_BLOCKS = 264
+"""Blocks of a swath at least: two for each multiprocessor of a large card. The tiles of a swath
+begin with the longest, so a multiprocessor that had a long one gets a short one next; with fewer
+blocks the long tiles of the last swath would begin when others have nothing left to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,14 @@ class Problem:
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.D)
 
-    def swath(self, streamed_rows: int) -> int:
-        """Heads at a time, if one head streams this many rows of D a token."""
-        return max(1, SWATH_BYTES // (self.T * streamed_rows * self.D * self.dtype.itemsize))
+    def swath(
+        self, streamed_rows: int, tiles: int, heads: int = 1, least: int = LEAST_BLOCKS
+    ) -> int:
+        """Heads at a time, of `tiles` blocks each, if `heads` of them stream together this many
+        rows of D a token. least: blocks."""
+        streamed = self.T * streamed_rows * self.D * self.dtype.itemsize
+        cached = heads * (SWATH_BYTES // streamed)
+        return max(1, cached, -(-least // tiles))
 
 
 # ---- which work a block does -------------------------------------------------------------------

@@ -20,7 +20,7 @@ def command() -> None:
     from llmq_nb.core.host import available_bytes
     from llmq_nb.core.sizes import format_bytes
 
-    click.echo(f"llmq-nb {version('llmq-nb')}, Python {platform.python_version()}, {_system()}")
+    click.echo(f"llmq-nb {_version('llmq-nb')}, Python {platform.python_version()}, {_system()}")
     for name in (*PACKAGES, *GPU_PACKAGES):
         click.echo(f"  {name:16} {_version(name)}")
     cores = len(os.sched_getaffinity(0))

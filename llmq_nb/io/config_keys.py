@@ -51,7 +51,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_bias": (_OFF, "a bias on all four attention projections"),
     "qkv_bias": (_OFF, "a QKV bias outside qwen2"),
     "mlp_bias": (_OFF, "a bias in the feed-forward layers"),
-    "quantization_config": ((), "reading quantised weights"),
+    "quantization_config": ((), "reading quantised weights other than FP8 with one scale a tensor"),
     "compression_config": ((), "reading compressed weights"),
     "auto_map": ((), "code that comes with a model"),
     "num_experts": (_ZERO, "mixture of experts"),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from llmq_nb.core.dtype import DType
@@ -28,8 +29,10 @@ from llmq_nb.core.files import (
     nearest_existing,
 )
 from llmq_nb.io.config_json import model_config_json
+from llmq_nb.io.export_fp8 import fp8_codes, fp8_scale, quantization_json
 from llmq_nb.io.hf_config import write_model_config
 from llmq_nb.io.safetensors_io import TensorSpec, write_sharded
+from llmq_nb.io.weights import SCALE_SUFFIX
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import Parameter, RowView, model_parameters
 
@@ -54,11 +57,14 @@ def export_model(
     tokenizer: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     generation: Mapping[str, Any] | None = None,
+    fp8: Mapping[str, np.float32] | None = None,
 ) -> Path:
     """Write the model to `out_dir` and return its path.
 
     get: the parameter's array in our shape (padded vocabulary, fused rows), called once for each in
         forward order; rounded to nearest into `dtype` (fp32 or bf16).
+    fp8: absmax of the parameters that become e4m3 codes (`io.export_fp8`), for dtype bf16. `get` is
+        then called for the others first.
     tokenizer: a folder whose tokenizer files are copied, a `tokenizer.json`, or the files by name.
     generation: keys for generation_config.json; None takes the file beside the tokenizer if there
         is one. Token ids default to the config's.
@@ -67,6 +73,8 @@ def export_model(
     """
     if dtype not in (DType.BF16, DType.FP32):
         raise UserError(f"export as {dtype}", mend="choose bf16 or fp32")
+    if fp8 and dtype is not DType.BF16:
+        raise UserError("FP8 weights beside FP32", mend="choose bf16 for the other tensors")
     if max_shard_size < 1:
         raise UserError(f"max_shard_size {max_shard_size}", mend="must be positive [bytes]")
     out = Path(os.path.realpath(out_dir))
@@ -75,19 +83,21 @@ def export_model(
     if generation is None and isinstance(tokenizer, str | os.PathLike):
         generation = _generation_beside(Path(tokenizer))
     settings = _generation(config, generation or {})
-    specs, owner = _plan(config, dtype)
-    _check_target(out)
+    fp8 = fp8 or {}
+    specs, owner = _plan(config, dtype, fp8)
+    check_target(out)
     # an old export stays until the new one is complete, so its bytes do not count as free
     payload = sum(s.nbytes for s in specs) + sum(map(len, copies.values()))
     mend = "free some, or choose another disk"
     check_space(out.parent, payload + _SLACK, "the export", mend=mend)
     with _staging(out) as stage:
-        write_model_config(config, stage, dtype)
+        quantization = quantization_json(config, fp8) if fp8 else None
+        write_model_config(config, stage, dtype, quantization)
         _write_json(stage / GENERATION_NAME, settings)
         for name, data in copies.items():
             with atomic_file(stage / name) as file:
                 file.write(data)
-        read = _OneAtATime(get, owner, dtype)
+        read = _OneAtATime(get, owner, dtype, fp8)
         write_sharded(stage, specs, read, max_shard_size=max_shard_size)
         files = sorted(path.name for path in stage.iterdir())
         _write_json(stage / MARKER_NAME, {"files": files})
@@ -102,31 +112,42 @@ class _OneAtATime:
         get: Callable[[Parameter], NDArray[Any]],
         owner: dict[str, tuple[Parameter, RowView]],
         dtype: DType,
+        fp8: Mapping[str, np.float32],
     ) -> None:
-        self._get, self._owner, self._dtype = get, owner, dtype
+        self._get, self._owner, self._dtype, self._fp8 = get, owner, dtype, fp8
         self._name, self._array = "", None
 
     def __call__(self, hf_name: str) -> NDArray[Any]:
         parameter, view = self._owner[hf_name]
+        if hf_name != view.hf_name:
+            return fp8_scale(self._fp8[parameter.name])
         if self._array is None or self._name != parameter.name:
             self._array = None  # freed before the next one is made
             array = self._get(parameter)
             if array.shape != parameter.shape:
                 raise ValueError(f"{parameter.name} is {array.shape}, not {parameter.shape}")
+            if parameter.name in self._fp8:
+                array = fp8_codes(array, self._fp8[parameter.name])
             self._name, self._array = parameter.name, array
-        return self._array[view.start : view.stop].astype(self._dtype.numpy, copy=False)
+        array = self._array[view.start : view.stop]
+        return array if parameter.name in self._fp8 else array.astype(self._dtype.numpy, copy=False)
 
 
 def _plan(
-    config: ModelConfig, dtype: DType
+    config: ModelConfig, dtype: DType, fp8: Mapping[str, np.float32]
 ) -> tuple[list[TensorSpec], dict[str, tuple[Parameter, RowView]]]:
     """Tensors in forward order, and the parameter and rows that each comes from."""
     specs, owner = [], {}
     for p in model_parameters(config):
         for view in p.views:
             shape = (view.stop - view.start, *p.shape[1:])
-            specs.append(TensorSpec(view.hf_name, dtype.numpy, shape))
+            stored = DType.E4M3 if p.name in fp8 else dtype
+            specs.append(TensorSpec(view.hf_name, stored.numpy, shape))
             owner[view.hf_name] = (p, view)
+            if p.name in fp8:
+                scale = view.hf_name + SCALE_SUFFIX
+                specs.append(TensorSpec(scale, DType.FP32.numpy, ()))
+                owner[scale] = (p, view)
     return specs, owner
 
 
@@ -171,8 +192,9 @@ def _generation_beside(tokenizer: Path) -> dict[str, Any] | None:
         raise UserError(f"no JSON object ({error})", where=str(path)) from error
 
 
-def _check_target(out: Path) -> None:
-    """`out` must be absent, empty or an export of ours, and its parent writable."""
+def check_target(out_dir: str | os.PathLike[str]) -> None:
+    """`out_dir` must be absent, empty or an export of ours, and its parent writable. UserError."""
+    out = Path(os.path.realpath(out_dir))
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file", mend="give a folder")
     if out.is_dir():

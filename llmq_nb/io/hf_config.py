@@ -85,13 +85,18 @@ def unread_keys(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def write_model_config(
-    config: ModelConfig, folder: str | os.PathLike[str], dtype: DType = DType.BF16
+    config: ModelConfig,
+    folder: str | os.PathLike[str],
+    dtype: DType = DType.BF16,
+    quantization: dict[str, Any] | None = None,
 ) -> None:
     """Write `config.json` for weights stored as `dtype` (fp32 or bf16).
 
-    UserError if transformers has no class for this shape.
+    quantization: its quantization_config. UserError if transformers has no class for this shape.
     """
     data = model_config_json(config, dtype)
+    if quantization is not None:
+        data["quantization_config"] = quantization
     with atomic_file(Path(folder) / CONFIG_NAME) as file:
         file.write(json_bytes(data))
 
@@ -137,6 +142,8 @@ def _refuse_unsupported(reader: Reader, family: Family) -> None:
     for key, (neutral, feature) in UNSUPPORTED.items():
         if key == "attention_bias" and family == "qwen2":
             continue  # its class does not read the key: QKV bias always, never one on o_proj
+        if key == "quantization_config" and _is_scaled_fp8(reader.data.get(key)):
+            continue
         value = reader.data.get(key)
         if value is None or value in ([], {}):
             continue
@@ -147,6 +154,14 @@ def _refuse_unsupported(reader: Reader, family: Family) -> None:
     act = reader.data.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise reader.error(f"hidden_act = {act!r}", "only silu (SwiGLU) is implemented")
+
+
+def _is_scaled_fp8(quantization: Any) -> bool:
+    """Whether weights are e4m3 codes with one scale each, as our exports have them."""
+    if not isinstance(quantization, dict):
+        return False
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size", 0)
+    return method == "fp8" and block is None
 
 
 def _key_value_heads(reader: Reader, facts: FamilyFacts, H: int) -> int:

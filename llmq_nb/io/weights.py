@@ -1,6 +1,7 @@
 """Weights of a Hugging Face folder: found, checked by their headers, read a parameter at a time.
 
     WeightFiles     which file holds which tensor: model.safetensors, or an index and its shards
+    (e4m3 weights with one scale each, `<name>_scale_inv`, are read as BF16)
     check_weights   every tensor there, none too many, every shape right; no data is read
     load_weights    the same checks, then (parameter, array), fused from the Hugging Face views
 
@@ -27,6 +28,8 @@ from llmq_nb.model.parameters import Parameter, model_parameters
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model" + INDEX_SUFFIX
+SCALE_SUFFIX = "_scale_inv"
+"""Follows the name of a weight that is stored as e4m3 codes: its scale, weight ~= codes * scale."""
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 _BUFFER = re.compile(r".*\brotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$")
@@ -92,12 +95,21 @@ class WeightFiles:
             )
 
     def names(self) -> list[str]:
-        """Every tensor, sorted."""
-        return sorted(self._file_of)
+        """Every tensor but the scales of codes, sorted."""
+        scales = {name + SCALE_SUFFIX for name in self._file_of}
+        return sorted(set(self._file_of) - scales)
 
     def spec(self, name: str) -> TensorSpec:
-        """Stored dtype and shape of a tensor. KeyError if there is none of that name."""
-        return self._file_of[name].specs[name]
+        """Dtype and shape of a tensor; BF16 of codes. KeyError if there is none of that name."""
+        spec = self._file_of[name].specs[name]
+        scaled = self._scale_spec(name)
+        if spec.dtype == DType.E4M3.numpy and scaled is not None and scaled.shape in ((), (1,)):
+            return TensorSpec(name, DType.BF16.numpy, spec.shape)
+        return spec
+
+    def _scale_spec(self, name: str) -> TensorSpec | None:
+        file = self._file_of.get(name + SCALE_SUFFIX)
+        return None if file is None else file.specs[name + SCALE_SUFFIX]
 
     def path(self, name: str) -> Path:
         """The file that holds the tensor."""
@@ -106,7 +118,11 @@ class WeightFiles:
     def read_into(self, name: str, out: NDArray[Any]) -> None:
         """Fill `out` (stored shape, any float dtype); a copy is made only to convert."""
         file = self._file_of[name]
-        if out.dtype == file.specs[name].dtype and out.flags.c_contiguous:
+        if self._scale_spec(name) is not None:
+            scale = self._file_of[name + SCALE_SUFFIX].read(name + SCALE_SUFFIX)
+            values = file.read(name).astype(np.float32) * scale.astype(np.float32).reshape(())
+            out[...] = values.astype(DType.BF16.numpy)  # the value that transformers makes of it
+        elif out.dtype == file.specs[name].dtype and out.flags.c_contiguous:
             file.read_into(name, out)
         else:
             out[...] = file.read(name).astype(out.dtype)

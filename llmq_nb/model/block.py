@@ -20,8 +20,12 @@ def block_forward(
     ops: Ops,
     segment_start: Tensor,
     previous: BlockActivations | None,
+    cache: Tensor | None = None,
 ) -> None:
-    """Write all of `a`. previous: the block before, or None where a.residual is the embedding."""
+    """Write all of `a`. previous: the block before, or None where a.residual is the embedding.
+
+    cache: keys and values of what came before these tokens, (B, S, 2 G D); they are added to it.
+    """
     if previous is None:
         ops.rmsnorm(a.attn_in, a.attn_rstd, a.residual, w.attn_norm)
     else:
@@ -29,7 +33,10 @@ def block_forward(
             a.residual, a.attn_in, a.attn_rstd, previous.residual_mid, previous.down, w.attn_norm
         )
     project_heads(a, w, ops, segment_start)
-    ops.attention(a.attn, a.lse, a.heads, segment_start)
+    if cache is None:
+        ops.attention(a.attn, a.lse, a.heads, segment_start)
+    else:
+        ops.cached_attention(a.attn, a.heads, cache, segment_start)
     attention_output(a, w, ops)
 
     ops.linear_swiglu(a.act, a.gate_up, a.mlp_in, w.gate_up)

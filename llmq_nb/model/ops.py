@@ -155,6 +155,16 @@ class Ops(Protocol):
         """
         ...
 
+    def cached_attention(
+        self, out: Tensor, heads: Tensor, cache: Tensor, segment_start: Tensor
+    ) -> None:
+        """`attention` over all that `cache` has of a text, which the new tokens are added to.
+
+        cache: (B, S, 2 G D), row p the [k; v] of the token at position p = t - segment_start[t],
+        which sees positions 0 .. p. Tokens from position S on are not kept.
+        """
+        ...
+
     def attention_backward(
         self,
         dheads: Tensor,

@@ -21,7 +21,8 @@ class Transformer:
     """config: the shape. blocks, g: each layer's activations and gradients.
 
     dropped: activations that backward computes again. adds_up: whether gradients add up in their
-    buffers over micro-steps; else each micro-step's are handed over on their release.
+    buffers over micro-steps; else each micro-step's are handed over on their release. caches: keys
+    and values of each layer, where forward goes on from what came before (generation).
     """
 
     config: ModelConfig
@@ -35,6 +36,7 @@ class Transformer:
     dropped: frozenset[str]
     residuals: ResidualStore = dataclasses.field(default_factory=ResidentResiduals)
     adds_up: bool = True
+    caches: list[Tensor] | None = None
 
     def embed(self) -> None:
         """The first residual: the embeddings of the tokens. Every pass begins here."""
@@ -51,7 +53,8 @@ class Transformer:
         self.weights.gather(self._after(layer))
         self.residuals.write(layer)
         previous = self.blocks[layer - 1] if layer else None
-        block_forward(self.blocks[layer], w, self.ops, self.inputs.segment_start, previous)
+        cache = None if self.caches is None else self.caches[layer]
+        block_forward(self.blocks[layer], w, self.ops, self.inputs.segment_start, previous, cache)
         if backward:
             self.residuals.keep(layer)
         self.weights.release(layer)
@@ -109,15 +112,15 @@ class Transformer:
             self.gradients.release("head")
         self.weights.release("head")
 
-    def logits_of(self, row: int) -> Tensor:
-        """The logits of one row after `forward` of all blocks: (1, V), in the head's buffer."""
+    def logits_of(self, row: int, count: int = 1) -> Tensor:
+        """Logits of `count` rows after all blocks' `forward`: (count, V), in the head's buffer."""
         h, last = self.head, self.blocks[-1]
         w = self.weights.get("head")
         self.ops.residual_rmsnorm(
             h.residual, h.head_in, h.rstd, last.residual_mid, last.down, w.final_norm
         )
-        logits = h.logits.rows(0, 1)
-        self.ops.linear(logits, h.head_in.rows(row, row + 1), w.table)
+        logits = h.logits.rows(0, count)
+        self.ops.linear(logits, h.head_in.rows(row, row + count), w.table)
         self.weights.release("head")
         return logits
 

@@ -17,7 +17,7 @@ from llmq_nb.core.sizes import format_bytes
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.plan.buffers import Group, Plan, has_master
-from llmq_nb.plan.cost import Part, by_part, micro_step_work, optimizer_work
+from llmq_nb.plan.cost import LAUNCH, Part, by_part, micro_step_work, optimizer_work
 from llmq_nb.plan.fit import Choice, setting_of
 from llmq_nb.plan.limits import (
     CONTEXT,
@@ -35,6 +35,7 @@ from llmq_nb.plan.offload_cost import DISK
 from llmq_nb.plan.places import Place
 from llmq_nb.plan.rates import CARDS, Rates
 from llmq_nb.plan.search import Search
+from llmq_nb.plan.shards import LINKS, STAGING_BYTES
 from llmq_nb.plan.sizes import Kind, run_plan
 
 BATCH_BYTES = 16
@@ -219,7 +220,7 @@ def predict(config: Config, model: ModelConfig, rates: Rates) -> Speed:
     """Time of an optimizer step, and where it goes."""
     parts: dict[Part, float] = {
         part: config.batch.grad_accumulation * seconds
-        for part, seconds in by_part(micro_step_work(config, model, rates)).items()
+        for part, seconds in by_part(micro_step_work(config, model, rates, LAUNCH)).items()
     }
     for part, seconds in by_part(optimizer_work(config, model, rates)).items():
         parts[part] = parts.get(part, 0.0) + seconds
@@ -251,8 +252,8 @@ def _batch_bytes(config: Config) -> int:
 
 def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[Line]:
     ranks = config.world_size
-    gpu = "GPU" if ranks == 1 else "each rank"
-    out = _ours(config, plan, "device", gpu if kind == "cuda" else "host")
+    where = "host" if kind == "cpu" else "GPU" if ranks == 1 else "each rank"
+    out = _ours(config, plan, "device", where, ranks if kind == "cpu" else 1)
     if kind == "cuda":
         out += [
             Line("GPU reserve", "CUDA context", CONTEXT, "beside it; an estimate"),
@@ -260,6 +261,10 @@ def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[L
             *_ours(config, plan, "host", "pinned host", ranks),
             Line("pinned host", "input slots", ranks * pinned_bytes(plan), "tokens on their way"),
         ]
+        if ranks > 1:
+            staging = LINKS * ranks * (ranks - 1) * STAGING_BYTES
+            note = "where GPUs cannot copy from each other; else none"
+            out.append(Line("pinned host", "between GPUs", staging, note))
     else:
         out += _ours(config, plan, "host", "host", ranks)
     out += [

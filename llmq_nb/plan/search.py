@@ -4,7 +4,7 @@ import dataclasses
 
 from llmq_nb.config import Config, Offload
 from llmq_nb.model.config import ModelConfig
-from llmq_nb.plan.cost import gpu_work, optimizer_work, total
+from llmq_nb.plan.cost import LAUNCH, gpu_work, optimizer_work, total
 from llmq_nb.plan.fit import (
     GAPS,
     Choice,
@@ -48,7 +48,7 @@ class Search:
         kept: tuple[Offload, ...] = ("quants",) if "quants" in setting.offload else ()
         alone = dataclasses.replace(setting, offload=kept, transfer="auto")
         if alone not in self._micro:
-            works, *blocks = gpu_work(config, self.model, self.rates)
+            works, *blocks = gpu_work(config, self.model, self.rates, LAUNCH)
             self._micro[alone] = total(works), blocks[0], blocks[1]
         micro, forward, backward = self._micro[alone]
         if setting.offload:

@@ -15,6 +15,10 @@ from llmq_nb.plan.places import cuts_weights, offloads_quants
 
 SHARD_MULTIPLE = 1024
 """Elements: eight groups of an e4m3 moment, and whole Philox words."""
+LINKS = 3
+"""Of each rank: for weights, for gradients, and for what is shared at the update."""
+STAGING_BYTES = 16 << 20
+"""Pinned for a link and an ordered pair of ranks whose GPUs cannot copy from each other."""
 RECEIVED = 1 << 23
 """Most elements of one rank's gradients that are received at once: 16 MiB of BF16."""
 

@@ -36,9 +36,14 @@ from llmq_nb.plan.places import offloads_quants
 from llmq_nb.plan.shards import elements, shard_elements, shards_quants
 
 
-def workspace_buffers(config: Config, model: ModelConfig, *, quants: bool = True) -> list[Buffer]:
-    """The engine's own buffers. quants: keep the FP8 weights' codes if the config says so."""
-    T, half = config.batch.seq_len, model.D // 2
+def workspace_buffers(
+    config: Config, model: ModelConfig, *, quants: bool = True, positions: int | None = None
+) -> list[Buffer]:
+    """The engine's own buffers. quants: keep the FP8 weights' codes if the config says so.
+
+    positions: that the rotation tables have; None: those of a sequence.
+    """
+    T, half = positions or config.batch.seq_len, model.D // 2
     chunks = norm_chunks(model, config.world_size)
     words = -(-scratch_bytes(config, model) // 4)
     return [

@@ -26,11 +26,12 @@ from llmq_nb.model.engine_cuda.ops import CudaOps
 from llmq_nb.offload.cuda_transfer import CudaTransfer
 from llmq_nb.offload.pinned import HostMemory
 from llmq_nb.plan.buffers import Plan
+from llmq_nb.plan.shards import LINKS, STAGING_BYTES
 from llmq_nb.report.console import announce
 from llmq_nb.train.cuda_memory import host_memory, tensors_at
 from llmq_nb.train.host_stores import MakeTransfer
 from llmq_nb.train.input_ring import InputRing
-from llmq_nb.train.sharding import LINKS, Seats
+from llmq_nb.train.sharding import Seats
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,7 +93,10 @@ def ranks_of(config: Config, seats: Sequence[CudaSeat]) -> tuple[Seats, list[Mak
             peers = lambda i, j: False  # noqa: E731
         else:
             peers = check_peers(devices, announce)
-        sets = [make_links(devices, streams, direct=peers) for _ in range(LINKS)]
+        sets = [
+            make_links(devices, streams, staging_bytes=STAGING_BYTES, direct=peers)
+            for _ in range(LINKS)
+        ]
         for r, seat in enumerate(seats):
             seat.links = tuple(links[r] for links in sets)
             links[r] = seat.links

@@ -4,7 +4,7 @@ It may share the weights of a run: then only activations (and gradients) are all
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, Self
 
@@ -15,7 +15,7 @@ from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.model.parameters import Parameter
-from llmq_nb.plan.buffers import Group, make_plan
+from llmq_nb.plan.buffers import Buffer, Group, make_plan
 from llmq_nb.train.rank import Rank, State, allocate, make_rank
 from llmq_nb.train.sharding import Spread
 
@@ -52,10 +52,14 @@ def make_eager(
     model: ModelConfig,
     groups: frozenset[Group],
     weights: Mapping[str, Tensor] | None = None,
+    *,
+    extra: Sequence[Buffer] = (),
+    positions: int | None = None,
 ) -> Eager:
-    """groups: what to allocate. weights: a run's tensors to share, by the plan's names.
+    """groups: what to allocate, and `extra`. weights: tensors to share, by the plan's names.
 
-    Those that live on the host come through staging buffers of this rank's own.
+    Those that live on the host come through staging buffers of this rank's own. positions: that
+    tokens may have; None: those of a sequence.
     """
     shared = weights or {}
     config = _reads_host(config, any(t.host for t in shared.values()))
@@ -63,11 +67,14 @@ def make_eager(
         from llmq_nb.offload.cuda_transfer import CudaTransfer
         from llmq_nb.train.engine_cuda import allocate_cuda
 
-        ops, tensors, close = allocate_cuda(config, model, groups, shared)
+        ops, tensors, close = allocate_cuda(
+            config, model, groups, shared, extra=extra, positions=positions
+        )
         rank = make_rank(config, model, tensors, ops, partial(CudaTransfer, ops.stream))
     else:
-        tensors = allocate(make_plan(config, model, groups)) | dict(shared)
-        ops = CpuOps(model, config.optimizer, seq_len=config.batch.seq_len, seed=config.run.seed)
+        tensors = allocate(make_plan(config, model, groups, extra)) | dict(shared)
+        length = positions or config.batch.seq_len
+        ops = CpuOps(model, config.optimizer, seq_len=length, seed=config.run.seed)
         close = tensors.clear
         rank = make_rank(config, model, tensors, ops)
     return Eager(rank, tensors, close)

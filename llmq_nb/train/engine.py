@@ -23,14 +23,14 @@ from llmq_nb.offload.disk_states import Done
 from llmq_nb.offload.transfer import ImmediateTransfer
 from llmq_nb.plan.buffers import kept_quants, make_plan
 from llmq_nb.plan.places import offloads_quants
-from llmq_nb.plan.shards import shards_quants
+from llmq_nb.plan.shards import LINKS, shards_quants
 from llmq_nb.report.console import announce
 from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.eager import Kind
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.host_stores import MakeTransfer, on_disk
 from llmq_nb.train.rank import Rank, State, allocate, make_ranks, run_states
-from llmq_nb.train.sharding import LINKS, Seats, Spread, parts_of, read_spread, write_spread
+from llmq_nb.train.sharding import Seats, Spread, parts_of, read_spread, write_spread
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step, refresh_weights
 
 

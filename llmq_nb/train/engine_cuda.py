@@ -16,7 +16,7 @@ order, so the same bits.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from llmq_nb.model.engine_cuda.ops import CudaOps
 from llmq_nb.model.ops import Scalars
 from llmq_nb.offload.cuda_transfer import CudaFence, CudaTransfer
 from llmq_nb.offload.disk import OnDisk, check_disk
-from llmq_nb.plan.buffers import Group, make_plan
+from llmq_nb.plan.buffers import Buffer, Group, make_plan
 from llmq_nb.plan.places import DISK_STAGES
 from llmq_nb.plan.workspace import workspace_buffers
 from llmq_nb.report.console import announce
@@ -312,13 +312,19 @@ def compile_kernels(config: Config, model: ModelConfig, announce: Callable[[str]
 
 
 def allocate_cuda(
-    config: Config, model: ModelConfig, groups: frozenset[Group], shared: Mapping[str, Tensor]
+    config: Config,
+    model: ModelConfig,
+    groups: frozenset[Group],
+    shared: Mapping[str, Tensor],
+    *,
+    extra: Sequence[Buffer] = (),
+    positions: int | None = None,
 ) -> tuple[CudaOps, dict[str, Tensor], Callable[[], None]]:
     """Memory and operations of an eager rank on the current GPU, and what frees the memory."""
     device = current_device()
     config = with_fp8_units(config, device)
-    extra = workspace_buffers(config, model, quants=False)
-    plan = make_plan(config, model, groups, extra=extra)
+    own = workspace_buffers(config, model, quants=False, positions=positions)
+    plan = make_plan(config, model, groups, extra=[*own, *extra])
     check_memory(plan, device)
     base = allocate(plan.total)
     check(driver().cuMemsetD8(base, 0, plan.total), "clearing device memory")

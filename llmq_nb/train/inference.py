@@ -1,11 +1,11 @@
-"""A model that only runs forward: the loss on a store, and text from a prompt.
+"""A model that only runs forward: opened from disk, its loss on windows, logits of a text.
 
 Opens a Hugging Face folder, a checkpoint or a run's folder; or shares the weights of a run.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,11 @@ from llmq_nb.config import (
 )
 from llmq_nb.config_file import parse_config
 from llmq_nb.core.errors import UserError
-from llmq_nb.core.rng import Purpose, philox
 from llmq_nb.core.rounding import to_float32
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.data.loader import EvalBatch
 from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config
-from llmq_nb.io.safetensors_io import SafetensorsFile
-from llmq_nb.io.weights import load_weights
+from llmq_nb.io.weights import WeightFiles, load_weights, read_parameter
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import Parameter, model_parameters
 from llmq_nb.plan.buffers import INFERENCE
@@ -47,6 +45,8 @@ class Opened:
 
     model: ModelConfig
     arrays: Arrays
+    read: Callable[[Parameter], NDArray[Any]]
+    """One parameter; `arrays` gives all of them in forward order."""
     tokenizer: str | None
     precision: Config
     """What it runs with: that of the run, or for a folder FP32 if its weights are."""
@@ -61,7 +61,12 @@ def open_model(path: str | Path, *, seq_len: int = 1) -> Opened:
     if (folder / CONFIG_NAME).is_file():
         model = read_model_config(folder, seq_len=seq_len)
         tokenizer = str(folder) if (folder / "tokenizer.json").is_file() else None
-        return Opened(model, load_weights(folder, model), tokenizer, _stored_precision(folder))
+        arrays, files = load_weights(folder, model), WeightFiles(folder)
+
+        def read(p: Parameter) -> NDArray[Any]:
+            return read_parameter(files, p)
+
+        return Opened(model, arrays, read, tokenizer, _stored_precision(folder))
     place = folder if (folder / "manifest.json").is_file() else None
     place = place or latest_checkpoint(folder) or latest_checkpoint(folder / "checkpoints")
     if place is None:
@@ -70,17 +75,22 @@ def open_model(path: str | Path, *, seq_len: int = 1) -> Opened:
     checkpoint = read_checkpoint(place)
     model, tensors = saved_model(checkpoint), checkpoint.tensors("master")
     config = parse_config(checkpoint.state["config"], where=str(place / "state.json"))
-    arrays = ((p, fused(p, tensors)) for p in model_parameters(model))
+
+    def fused_of(p: Parameter) -> NDArray[Any]:
+        return fused(p, tensors)
+
+    arrays = ((p, fused_of(p)) for p in model_parameters(model))
     tokenizer = config.data.tokenizer
     if tokenizer is None:
         beside = Path(config.model.path)
         tokenizer = str(beside) if (beside / "tokenizer.json").is_file() else "bytes"
-    return Opened(model, arrays, tokenizer, config)
+    return Opened(model, arrays, fused_of, tokenizer, config)
 
 
 def _stored_precision(folder: Path) -> Config:
-    specs = (s for f in folder.glob("*.safetensors") for s in SafetensorsFile(f).specs.values())
-    kind = "fp32" if any(spec.dtype == np.float32 for spec in specs) else "bf16"
+    files = WeightFiles(folder)  # which knows scales from weights
+    wide = any(files.spec(name).dtype == np.float32 for name in files.names())
+    kind = "fp32" if wide else "bf16"
     return Config(
         model=ModelSection(path=str(folder)),
         data=DataConfig(train="none"),
@@ -123,13 +133,20 @@ class Inference:
     def loss(self, batches: Iterator[EvalBatch]) -> tuple[float, int]:
         """(mean loss over the supervised tokens, their number)."""
         sums, supervised = [], 0
+        for batch, losses in self.losses(batches):
+            sums.append(float(losses.sum(dtype=np.float64)))
+            supervised += batch.supervised
+        return (math.fsum(sums) / supervised if supervised else math.nan), supervised
+
+    def losses(
+        self, batches: Iterator[EvalBatch]
+    ) -> Iterator[tuple[EvalBatch, NDArray[np.float32]]]:
+        """Each batch with its targets' losses, (micro_batch, seq_len), 0 of what is masked."""
         for batch in batches:
             load(self.rank, batch.tokens, batch.targets, batch.segment_start, None)
             evaluation_step([self.rank])
             losses = self.ops.read(self.rank.model.head.loss)
-            sums.append(float(losses.sum(dtype=np.float64)))
-            supervised += batch.supervised
-        return (math.fsum(sums) / supervised if supervised else math.nan), supervised
+            yield batch, losses.reshape(batch.targets.shape)
 
     def logits(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """Logits of the token after `tokens` (at most seq_len): (V,)."""
@@ -143,47 +160,6 @@ class Inference:
             model.forward(layer)
         return to_float32(self.ops.read(model.logits_of(tokens.size - 1)))[0, : self.model.V]
 
-    def generate(
-        self,
-        prompt: NDArray[np.int32],
-        count: int,
-        *,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> Iterator[int]:
-        """Up to `count` tokens after the prompt, ending before an end-of-text token.
-
-        temperature 0 takes the likeliest. A text longer than seq_len is seen through its last
-        tokens.
-        """
-        tokens = list(map(int, prompt))
-        if not tokens:
-            raise UserError("empty prompt", where="--prompt", mend="give at least one token")
-        for index in range(count):
-            seen = np.array(tokens[-self.config.batch.seq_len :], np.int32)
-            token = _sample(self.logits(seen), temperature, top_p, seed, index)
-            if token in self.model.eos_ids:
-                return
-            tokens.append(token)
-            yield token
-
 
 def _head_chunks(rows: int) -> int:
     return max(1, rows // 256)
-
-
-def _sample(
-    logits: NDArray[np.float32], temperature: float, top_p: float, seed: int, index: int
-) -> int:
-    if temperature <= 0:
-        return int(logits.argmax())
-    x = logits.astype(np.float64) / temperature
-    p = np.exp(x - x.max())
-    p /= p.sum()
-    order = np.argsort(-p, kind="stable")
-    total = np.cumsum(p[order])
-    kept = int(np.searchsorted(total, top_p)) + 1  # the smallest set that holds top_p
-    word = int(philox((index, 0, 0, 0), (seed, int(Purpose.SAMPLE))).reshape(-1)[0])
-    point = (word + 0.5) / 2.0**32 * total[min(kept, total.size) - 1]
-    return int(order[min(int(np.searchsorted(total, point)), total.size - 1)])

@@ -244,6 +244,9 @@ def make_rank(
         dropped=dropped_activations(config.memory.recompute),
         residuals=residuals,
         adds_up=not shards_gradients(config),
+        caches=[tensors[cache_name(layer)] for layer in range(model.L)]
+        if cache_name(0) in tensors
+        else None,
     )
     ids = tensor_ids(parameters)
     optimized = f"m/{parameters[0].name}" in tensors
@@ -296,6 +299,11 @@ def _own_codes(config: Config, weight: Tensor, p: Parameter, member: Member) -> 
     rows = weight.view(weight.size).rows(first, first + stop - start)
     slot = None if weight.fp8 is None else dataclasses.replace(weight.fp8, shared=True)
     return dataclasses.replace(rows.view((stop - start) // RECODE, RECODE), fp8=slot)
+
+
+def cache_name(layer: int) -> str:
+    """Name of the buffer of a layer's cached keys and values."""
+    return f"cache/kv.{layer}"
 
 
 def _fields(cls: Any) -> list[str]:

@@ -25,9 +25,9 @@ from llmq_nb.report.metrics import HealthMetrics, StepMetrics
 from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
 from llmq_nb.train.eager import shared_weights, weight_arrays
 from llmq_nb.train.facts import start_facts, watch_devices
-from llmq_nb.train.inference import Inference
+from llmq_nb.train.generation import Generator, Sampling
 from llmq_nb.train.policy import Policy
-from llmq_nb.train.signals import Signals
+from llmq_nb.train.signals import Signals, Stopped
 from llmq_nb.train.trainer import Trainer
 
 SAMPLE_TOKENS = 300
@@ -40,42 +40,53 @@ def run(
 ) -> int:
     """Train until the last step or a signal; returns the exit code (0, or 128 + signal)."""
     check_run(config)
+    last: Path | None = None
     with (
         Signals() as signals,
         only_run_in(Path(config.out_dir)) as claim,
-        Trainer(config, resume=resume) as trainer,
+        contextlib.ExitStack() as stack,
     ):
-        config = trainer.config  # resolved
-        trainer.make_out_dir()
-        claim()
-        remove_torn(trainer.out_dir / "config.toml")
-        with atomic_file(trainer.out_dir / "config.toml") as file:
-            file.write(to_toml(config).encode())
-        done = trainer.progress.step
-        trackers = open_trackers(
-            config.log.trackers,
-            run_name=config.run.name,
-            out_dir=trainer.out_dir,
-            config=dataclasses.asdict(config),
-            resumed_step=done,
-        )
-        with JsonlLog(trainer.out_dir / "log.jsonl", resumed_step=done) as log:
-            log.cmd(argv)
-            log.config(to_toml(config))
-            log.info(trainer.device.reason, **start_facts(trainer))
-            with watch_devices(trainer, log) as monitor:
-                loop = Loop(trainer, log, trackers, signals, monitor)
-                try:
-                    last = loop.run()
-                finally:
-                    for tracker in trackers:
-                        tracker.close()
+        try:
+            with signals.at_once():
+                trainer = stack.enter_context(Trainer(config, resume=resume))
+            trainer.make_out_dir()
+            claim()
+            last = _train(trainer, signals, argv)
+            if signals.received is None:
+                with signals.at_once():
+                    leave(trainer, last)
+        except Stopped:
+            pass
         if signals.received is not None:
             where = "no step was made" if last is None else f"checkpoint: {last}"
             announce(f"stopped by signal {signals.received}; {where}")
-            return signals.exit_code
-        leave(trainer, last)
-    return 0
+    return signals.exit_code
+
+
+def _train(trainer: Trainer, signals: Signals, argv: Sequence[str]) -> Path | None:
+    """The remaining steps, logged; the newest checkpoint."""
+    config = trainer.config  # resolved
+    remove_torn(trainer.out_dir / "config.toml")
+    with atomic_file(trainer.out_dir / "config.toml") as file:
+        file.write(to_toml(config).encode())
+    done = trainer.progress.step
+    trackers = open_trackers(
+        config.log.trackers,
+        run_name=config.run.name,
+        out_dir=trainer.out_dir,
+        config=dataclasses.asdict(config),
+        resumed_step=done,
+    )
+    with JsonlLog(trainer.out_dir / "log.jsonl", resumed_step=done) as log:
+        log.cmd(argv)
+        log.config(to_toml(config))
+        log.info(trainer.device.reason, **start_facts(trainer))
+        with watch_devices(trainer, log) as monitor:
+            try:
+                return Loop(trainer, log, trackers, signals, monitor).run()
+            finally:
+                for tracker in trackers:
+                    tracker.close()
 
 
 @contextlib.contextmanager
@@ -278,23 +289,19 @@ def sample(trainer: Trainer, prompt: str) -> str:
     """The prompt and its continuation by the trained model."""
     tokenizer = trainer.data.tokenizer
     tokens = tokenizer.encode(prompt)
+    if len(tokens) == 0:
+        raise UserError("empty sample", where="log.sample", mend="give a prompt, or leave it out")
     weights = shared_weights(trainer.engine)
-    inference = Inference(
+    sampling = Sampling(SAMPLE_TEMPERATURE, 0.95, trainer.config.run.seed)
+    with Generator(
         trainer.model,
-        micro_batch=1,
-        seq_len=trainer.config.batch.seq_len,
+        rows=1,
+        length=trainer.config.batch.seq_len,
+        prompt=len(tokens),
         base=trainer.config,
         weights=weights,
         arrays=weight_arrays(trainer.engine) if weights is None else None,
         kind=trainer.engine.kind,
-    )
-    if len(tokens) == 0:
-        raise UserError("empty sample", where="log.sample", mend="give a prompt, or leave it out")
-    new = inference.generate(
-        tokens,
-        SAMPLE_TOKENS,
-        temperature=SAMPLE_TEMPERATURE,
-        top_p=0.95,
-        seed=trainer.config.run.seed,
-    )
+    ) as generator:
+        new = [token for _, token in generator.generate([tokens], SAMPLE_TOKENS, sampling)]
     return tokenizer.decode([*map(int, tokens), *new])

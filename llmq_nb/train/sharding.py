@@ -27,8 +27,6 @@ from llmq_nb.plan.shards import elements, shard_range, shards_gradients, shards_
 from llmq_nb.train.host_stores import full_gradient
 
 Tensors = dict[str, Tensor]
-LINKS = 3
-"""Of each rank: for weights, for gradients, and for what is shared at the update."""
 RECODE = 256
 """Elements of a row of a shard that is quantised: matrices have multiples of it."""
 

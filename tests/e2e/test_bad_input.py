@@ -35,6 +35,11 @@ def base(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "tokenizer.json").write_bytes((folder / "words.json").read_bytes())
+    (folder / "bad.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "a" * 99, "answer": "b"}))
+    shutil.copytree(folder / "whole", folder / "words-model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, folder / "words-model" / name)
     made = cli("tokenize", "text.txt", "--out", "words.zarr", "--tokenizer", ".", cwd=folder)
     assert made.code == 0, made.err
     shutil.move(folder / "out", folder / "done")
@@ -319,7 +324,24 @@ COMMANDS: dict[tuple[str, ...], list[str]] = {
     ("eval", "done", "--data", "words.zarr", "--seq-len", "16"): ["words.zarr", "tokenizer"],
     ("eval", "done", "--data", "validation.zarr", "--seq-len", "999"): ["999", "128 positions"],
     ("eval", "done", "--data", "validation.zarr", "--seq-len", "x"): ["--seq-len", "x"],
+    ("eval", "done"): ["--data", "--task"],
+    ("eval", "done", "--task", "no.jsonl"): ["cannot read", "no.jsonl"],
+    ("eval", "done", "--task", "bad.jsonl"): ['no "answer"', "bad.jsonl:2"],
+    ("eval", "done", "--task", "long.jsonl", "--data", "validation.zarr"): [
+        "long.jsonl:1",
+        "128 positions",
+    ],
+    ("eval", "whole", "--task", "bad.jsonl"): ["whole", "no tokenizer", "--tokenizer"],
+    ("eval", "done", "--task", "bad.jsonl", "--regex", "["): ["--regex", "["],
+    ("eval", "done", "--data", "validation.zarr", "--details", "a.jsonl"): ["--details", "--task"],
+    ("eval", "done", "--task", "bad.jsonl", "--details", "no/a.jsonl"): ["--details", "no/a.jsonl"],
     ("generate", "nothing", "--prompt", "a"): ["no model", "nothing"],
+    ("generate", "done"): ["--prompt", "--prompts"],
+    ("generate", "done", "--prompt", "a", "--prompts", "text.txt"): ["--prompt", "--prompts"],
+    ("generate", "done", "--prompts", "no.txt"): ["cannot read", "no.txt"],
+    ("generate", "done", "--prompts", "bad.jsonl"): ["unknown key 'answer'", "bad.jsonl:1"],
+    ("generate", "done", "--prompt", "a", "--system", "b"): ["--system", "--chat"],
+    ("generate", "words-model", "--prompt", "the", "--chat"): ["no chat template", "jinja"],
     ("generate", "whole", "--prompt", "a"): ["whole", "no tokenizer", "--tokenizer"],
     ("generate", "done", "--prompt", ""): ["empty prompt", "--prompt"],
     ("generate", "done", "--prompt", "a", "--top-p", "0"): ["--top-p", "0"],

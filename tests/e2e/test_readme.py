@@ -16,10 +16,13 @@ from tests.e2e.runs import ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
 def block(language: str) -> str:
-    """The only code block of a language."""
-    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    return text
+    """The first code block of a language: of a config, the whole one."""
+    return blocks(language)[0]
 
 
 def test_the_table_has_every_command() -> None:
@@ -30,6 +33,8 @@ def test_the_table_has_every_command() -> None:
 def test_its_config_is_one() -> None:
     config = parse_config(block("toml"), where="README.md")
     assert config.data.sources == ("texts/**/*.txt",) and config.batch.seq_len == 512
+    for part in blocks("toml")[1:]:  # parts of a config go with it
+        parse_config(block("toml") + part, where="README.md")
 
 
 @pytest.mark.parametrize("name", re.findall(r"\]\((?!http)([^)]+)\)", README))

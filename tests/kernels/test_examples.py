@@ -38,6 +38,10 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
     scale = {"scale": np.array([0.25], np.float32)}
     return {
         "adamw": {"master": fp32(100), "m": fp32(100), "v": fp32(100), "grad": bf16(100)},
+        "attention_cached": {
+            "qkv": bf16(B, T, (H + 2 * G) * D), "cache": bf16(B, 8, 2 * G * D),
+            "segment_start": np.full((B, T), -4, np.int32),
+        },
         "bias": {"dy": bf16(5, 40)},
         "cross_entropy": {
             "logits": bf16(4, 48), "targets": np.array([0, 47, -100, 5], np.int32), **scale

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmq_nb.config import ParallelConfig
 from llmq_nb.core import files
 from llmq_nb.core.arena import aligned
 from llmq_nb.core.errors import MachineError, UserError
@@ -25,6 +26,7 @@ from llmq_nb.offload.disk_states import DiskSlice, DiskStates, Done
 from llmq_nb.offload.transfer import ImmediateTransfer
 from llmq_nb.plan import places
 from llmq_nb.plan.buffers import make_plan
+from llmq_nb.train.setup import Device, check_supported
 from tests.offload.harness import LEVERS, MODEL, STORAGE, batch, config_of, engine_of, resident, run
 from tests.offload.test_levers import OneThread
 
@@ -250,3 +252,11 @@ def test_a_state_has_one_place():
     with pytest.raises(UserError, match=r"\['m'\] is in memory.offload too in memory.disk"):
         dataclasses.replace(config.memory, disk=("m", "v"))
     assert disk.WHAT.startswith("optimizer states")
+
+
+def test_several_ranks_are_refused():
+    config = on_disk(config_of("bf16"), ("m",))
+    ranks = dataclasses.replace(config, parallel=ParallelConfig(devices=(0, 0)))
+    check_supported(config, Device("cpu", "here"))
+    with pytest.raises(UserError, match=r"disk = \['m'\] on several ranks in memory.disk"):
+        check_supported(ranks, Device("cpu", "here"))

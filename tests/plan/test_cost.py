@@ -25,6 +25,7 @@ from llmq_nb.plan.buffers import make_plan
 from llmq_nb.plan.cost import (
     FLOOR,
     GAP,
+    LAUNCH,
     PRODUCT_FLOOR,
     Part,
     by_operation,
@@ -253,7 +254,7 @@ def test_optimizer_step_moves_each_state_once():
 def test_a_step_is_its_micro_steps_and_one_update():
     model = preset("qwen2.5-0.5b")
     one, four = (run_config("qwen2.5-0.5b", 8, n, "bf16") for n in (1, 4))
-    micro = total(micro_step_work(one, model, H200))
+    micro = total(micro_step_work(one, model, H200, LAUNCH))
     update = total(optimizer_work(one, model, H200))
     assert step_seconds(four, model, H200) == pytest.approx(4 * micro + update)
     assert tokens_per_second(four, model, H200) == pytest.approx(

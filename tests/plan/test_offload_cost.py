@@ -117,10 +117,16 @@ def test_copies_that_the_work_hides_cost_their_ends_alone():
     assert half == pytest.approx(want - 4 * forward / 2)
 
 
-def test_gradients_alone_come_in_after_those_before_went_out():
+def test_gradients_alone_share_two_buffers_by_turns():
+    """A buffer is filled, added to and emptied while the other one is: every second block's. The
+    first micro-step fetches nothing."""
     config = run("qwen2.5-1.5b", 2, offload=("gradients",))
     model = preset("qwen2.5-1.5b")
     G = 2 * (46_792_704 + 2 * 1536 + 2048)
-    # the second of two micro-steps waits: 1 / 50 for out and in each; the first for out
-    want = G / 50e9 + 28 * (2 * G / 50e9 + G / 50e9) / 2
-    assert exposed_seconds(config, model, H200.host_link, 1.0, 0.0) == pytest.approx(want)
+    unit, link = G / 50e9, H200.host_link
+    # no work: both ways at once at 45, half of (in + out) alone is less; the first: out alone
+    want = unit + 28 * (unit / 0.9 + unit) / 2
+    assert exposed_seconds(config, model, link, 1.0, 0.0) == pytest.approx(want)
+    # half of (in + work + out) is 1.25, of which the work is 0.5
+    want = unit + 28 * (0.75 * unit + 0.5 * unit) / 2
+    assert exposed_seconds(config, model, link, 1.0, unit / 2) == pytest.approx(want)

@@ -2,6 +2,7 @@
 
     rope       (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), the two halves of a head
     attention  S = q k^T / sqrt(D), P = softmax(S) over keys segment_start[t] <= s <= t, out = P v
+    cached     the same over keys and values 0 <= s <= t - segment_start[t] of a cache
     backward   P = exp(S - lse), dP = dout v^T, delta = sum(dout out), dS = P (dP - delta)
                dq = dS k / sqrt(D), dk = dS^T q / sqrt(D), dv = P^T dout
 
@@ -104,6 +105,33 @@ def attention(
             lse[b, own, first:end] = (top + np.log(total))[..., 0]
 
     each(work, heads.shape[0] * config.G)
+
+
+def cached_attention(
+    out: Array, heads: Array, cache: Array, segment_start: NDArray[np.int32], config: ModelConfig
+) -> None:
+    """out: (B, T, H, D), heads: (B, T, H + 2 G, D), cache: (B, S, 2 G D); see `Ops`."""
+    T, S = heads.shape[1], cache.shape[1]
+    repeat, G = config.H // config.G, config.G
+    positions = np.arange(T) - segment_start
+    for b in range(heads.shape[0]):
+        kept = positions[b] < S
+        cache[b, positions[b][kept]] = heads[b, kept, config.H :].reshape(-1, cache.shape[2])
+    scale = np.float32(1.0 / np.sqrt(config.D))
+
+    def work(i: int) -> None:
+        b, g = divmod(i, G)
+        own = slice(g * repeat, (g + 1) * repeat)
+        length = min(int(positions[b].max()) + 1, S)
+        kv = to_float32(cache[b, :length]).reshape(length, 2, G, config.D)
+        q = to_float32(heads[b, :, own]).transpose(1, 0, 2) * scale
+        hidden = np.arange(length) > positions[b][:, None]
+        p = np.where(hidden, np.float32(-np.inf), q @ kv[:, 0, g].T)
+        np.exp(np.subtract(p, p.max(axis=-1, keepdims=True), out=p), out=p)
+        summed = p @ np.ascontiguousarray(kv[:, 1, g])
+        out[b, :, own] = (summed / p.sum(axis=-1, keepdims=True)).transpose(1, 0, 2)
+
+    each(work, heads.shape[0] * G)
 
 
 def attention_backward(

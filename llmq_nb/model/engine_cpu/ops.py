@@ -161,6 +161,18 @@ class CpuOps:
             self.config,
         )
 
+    def cached_attention(
+        self, out: Tensor, heads: Tensor, cache: Tensor, segment_start: Tensor
+    ) -> None:
+        starts = segment_start.data
+        attention.cached_attention(
+            self._sequences(out, starts),
+            self._sequences(heads, starts),
+            cache.data,
+            starts,
+            self.config,
+        )
+
     def attention_backward(
         self,
         dheads: Tensor,

@@ -17,6 +17,7 @@ from llmq_nb.kernels import (
     accumulate,
     adamw,
     attention,
+    attention_cached,
     bias,
     combine,
     cross_entropy,
@@ -91,7 +92,7 @@ class CudaOps:
             self.write(self._chunks[0], table.view(np.int32))
             self.write(self._chunks[1], first)
         for tensor, table in zip(
-            (self._cos, self._sin), rope_tables(self.model, self.T), strict=True
+            (self._cos, self._sin), rope_tables(self.model, self._cos.shape[0]), strict=True
         ):
             self.write(tensor, table)
 
@@ -218,6 +219,14 @@ class CudaOps:
             tiles=self.tiles, **self._heads(), **self._common(heads),
         )  # fmt: skip
         self.fp8.measure(out)
+
+    def cached_attention(
+        self, out: Tensor, heads: Tensor, cache: Tensor, segment_start: Tensor
+    ) -> None:
+        attention_cached.attention_cached_launch(
+            out.data, cache.data, heads.data, segment_start.data, B=self.B, T=self.T,
+            S=cache.shape[1], **self._heads(), **self._common(heads),
+        )  # fmt: skip
 
     def attention_backward(
         self,
