@@ -259,12 +259,14 @@ class Products:
             scales=scales,
         )  # fmt: skip
 
-    def tune(self, memory: int, *, stream: int) -> None:
-        """Time the candidates of every shape in use that has no choice yet, and choose.
+    def tune(self, memory: int, *, stream: int) -> dict[str, int]:
+        """Time the candidates of every shape in use that has no choice yet, and choose. Returns
+        these choices.
 
         memory: where operands and results may lie (overwritten): 3 times the largest of them, 4 if
         it is a swiglu shape's.
         """
+        made = {}
         for shape, plan in self._plans.items():
             if str(shape) in self.choices:
                 continue
@@ -273,7 +275,8 @@ class Products:
             # a candidate must be clearly faster than the heuristic's first
             chosen = best if seconds[best] < WORTHWHILE * seconds[0] else 0
             plan.choose(chosen)
-            self.choices[str(shape)] = chosen
+            self.choices[str(shape)] = made[str(shape)] = chosen
+        return made
 
     def take(self, choices: dict[str, int]) -> None:
         """Use what another rank has chosen."""

@@ -6,6 +6,7 @@ have no choice yet are timed when a run starts; attention keeps its defaults unt
 `llmq-nb compile --tune` times both anew, which changes new runs only.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from llmq_nb.kernels.attention_choice import (
 )
 from llmq_nb.kernels.attention_launch import candidates
 from llmq_nb.kernels.cache import cache_folder, write_atomically
-from llmq_nb.kernels.matmul import WORKSPACE_BYTES, WORTHWHILE, library_version
+from llmq_nb.kernels.matmul import WORKSPACE_BYTES, WORTHWHILE, Products, library_version
 from llmq_nb.model.engine_cuda.ops import CudaOps
 
 Choices = dict[str, int]
@@ -81,8 +82,16 @@ def known_tuning(device: Device, saved: Choices | None) -> Choices:
     machine = machine_tuning(device)
     if saved is None:
         return machine
-    apart = {f"{k}+swiglu": 0 for k in saved if k.startswith("forward ")}  # before it was a choice
-    return {k: v for k, v in machine.items() if not is_attention(k)} | apart | saved
+    return {k: v for k, v in machine.items() if not is_attention(k)} | saved
+
+
+def keep_apart(products: Products, saved: Choices | None) -> None:
+    """A run that was started before SwiGLU could be part of a product goes on without: its choices
+    have the product alone. Call it when the shapes in use are known."""
+    for shape in products.shapes:
+        alone = str(dataclasses.replace(shape, swiglu=False))
+        if saved and shape.swiglu and alone in saved and str(shape) not in saved:
+            products.choices[str(shape)] = 0
 
 
 # ---- llmq-nb compile --tune --------------------------------------------------------------------
