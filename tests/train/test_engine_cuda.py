@@ -148,6 +148,21 @@ def test_bits_do_not_depend_on_graphs_recomputation_or_the_run(model):
             assert other[:2] == (losses, weights), subset
 
 
+def with_fused_products(tuning: dict[str, int]) -> dict[str, int]:
+    """The same choices, but SwiGLU inside its product wherever the GPU has that kernel."""
+    return tuning | {name: 1 for name in tuning if name.endswith("+swiglu")}
+
+
+def test_bits_do_not_depend_on_recomputing_a_fused_product():
+    base = config_of()
+    tuning = with_fused_products(run_bits(base, QWEN2, steps=1)[2])
+    losses, weights, used = run_bits(base, QWEN2, tuning=tuning)
+    assert used == tuning
+    for graphs, subset in ((False, ()), (True, ("swiglu",)), (True, ("ffn",)), (True, RECOMPUTE)):
+        other = run_bits(config_of(recompute=subset, graphs=graphs), QWEN2, tuning=tuning)
+        assert other[:2] == (losses, weights), (graphs, subset)
+
+
 def test_a_graph_replayed_in_any_order_gives_what_it_gave():
     """Evaluation, first, middle, last, evaluation, first: no graph leaves anything behind."""
     model, config = QWEN2, config_of(accumulation=4)
