@@ -92,6 +92,7 @@ def keep_apart(products: Products, saved: Choices | None) -> None:
         alone = str(dataclasses.replace(shape, swiglu=False))
         if saved and shape.swiglu and alone in saved and str(shape) not in saved:
             products.choices[str(shape)] = 0
+            products.plan(shape).choose(0)
 
 
 # ---- llmq-nb compile --tune --------------------------------------------------------------------

@@ -11,7 +11,8 @@ import pytest
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.attention_choice import KERNELS, AttentionShape, chosen_tiles, is_attention
 from llmq_nb.kernels.attention_launch import candidates, default_tiles
-from llmq_nb.kernels.matmul import Shape
+from llmq_nb.kernels.matmul import Products, Shape
+from llmq_nb.kernels.matmul_swiglu import FusedProduct
 from llmq_nb.train import tuning
 from llmq_nb.train.tuning import (
     Timed,
@@ -81,12 +82,16 @@ def test_a_run_from_before_fused_products_keeps_them_apart(machine: Path) -> Non
         (None, 1),
     ):
         keep_machine_tuning(CARD, {names[0]: 0, names[1]: 1}, replace=True)
-        products: Any = SimpleNamespace(
-            shapes=[alone, fused, other], choices=known_tuning(CARD, saved)
-        )
+        products = Products(device=0, workspace=0, choices=known_tuning(CARD, saved))
+        library: Any = SimpleNamespace()
+        for shape in (alone, fused, other):  # as they are planned before this is called
+            choice = products.choices.get(str(shape), 0)
+            made = FusedProduct(shape, library, algorithm=choice) if shape.swiglu else library
+            products._plans[shape] = made
         before = dict(products.choices)
         keep_apart(products, saved)
         assert products.choices == before | {names[1]: want}
+        assert products.plan(fused).algorithm == want
 
 
 def test_a_resumed_run_keeps_its_own_choices(machine: Path) -> None:
