@@ -35,7 +35,7 @@ def run(model: str, form: str) -> None:
         products = Products(device=0, workspace=workspace)
         shape = Shape("forward", N, 2 * F, K, dtype, DType.BF16, fast=fast, swiglu=True)
         plan = products.plan(shape)
-        gate_up, x, weight, act = (memory + i * room for i in range(4))
+        x, weight, gate_up, act = (memory + i * room for i in range(4))
         for address, size in ((x, N * K), (weight, 2 * F * K)):  # values that draw real power
             some = np.random.default_rng(0).standard_normal(1 << 22).astype(dtype.numpy)
             values = np.resize(some, size)
@@ -43,7 +43,7 @@ def run(model: str, form: str) -> None:
                 core.driver().cuMemcpyHtoD(address, values.ctypes.data, values.nbytes), "upload"
             )
         products.choices[str(shape)] = 0
-        products.tune(memory, stream=int(b.stream))
+        products.tune(memory, 4 * room, stream=int(b.stream))
         common = {"workspace": workspace, "stream": int(b.stream), "act": act}
         if dtype.is_fp8:
             common |= {"scales": (scale, scale), "absmax": b.zeros(4)}

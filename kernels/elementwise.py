@@ -28,6 +28,7 @@ from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import (
     cosf,
     ffma,
+    ldg32,
     ldg128_cs,
     lg2,
     sinf,
@@ -185,6 +186,28 @@ def absmax(x: Any) -> Any:
     return slot
 
 
+MASK_SIGNATURE = (types.uint64, types.int64, types.uint32)
+FINITE_BYTES = 0xBFBFBFBF
+"""Keeps each byte's sign and lowest six bits: an e4m3 or e5m2 code below 2, a bfloat16 likewise."""
+
+
+def make_mask():
+    """Keep some bits of 32-bit words."""
+
+    def mask(out, words, bits):
+        i = np.int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
+        if i < words:
+            stg32(out + i * 4, np.uint32(ldg32(out + i * 4) & bits))
+
+    return mask
+
+
+def mask_launch(out: int, *, nbytes: int, mask: int, stream: Any) -> None:
+    """Keep the bits of `mask` in nbytes of 32-bit words, a multiple of 4, in place."""
+    k = kernel(make_mask, MASK_SIGNATURE, threads=THREADS)
+    k(stream, (cdiv(nbytes // 4, THREADS),), out, nbytes // 4, mask)
+
+
 CLEAR_SIGNATURE = (types.uint64, types.int64)
 
 
@@ -233,6 +256,7 @@ def fill_normal_ref(
 COMPILE_CASES = [
     CompileCase(make_copy, {}, COPY_SIGNATURE, THREADS),
     CompileCase(make_clear, {}, CLEAR_SIGNATURE, THREADS),
+    CompileCase(make_mask, {}, MASK_SIGNATURE, THREADS),
     CompileCase(make_convert, {"source": "bf16", "target": "fp32"}, COPY_SIGNATURE, THREADS),
     CompileCase(make_convert, {"source": "fp32", "target": "bf16"}, COPY_SIGNATURE, THREADS),
     *(CompileCase(make_absmax, {"dtype": d}, COPY_SIGNATURE, THREADS) for d in ("bf16", "fp32")),

@@ -71,6 +71,17 @@ class Shape:
     """Forward: followed by SwiGLU of the output, see FusedProduct."""
 
     @property
+    def timing_room(self) -> int:
+        """Bytes of the largest of its matrices."""
+        largest = max(self.N * self.M, self.N * self.K, self.M * self.K)
+        return -(-largest * max(self.operand.itemsize, self.out.itemsize) // 256) * 256
+
+    @property
+    def timing_bytes(self) -> int:
+        """Memory that timing it needs: a room for each of its matrices."""
+        return (4 if self.swiglu else 3) * self.timing_room
+
+    @property
     def quantised(self) -> bool:
         """Whether operands are FP8 codes in some form."""
         return self.codes or self.operand.is_fp8
@@ -240,6 +251,12 @@ class Products:
         """The shapes in use."""
         return list(self._plans)
 
+    def timing_order(self) -> list[Shape]:
+        """The shapes in use, as they must be timed in one memory: results lie behind the operands,
+        so what a smaller product reads was never written; a product before it with SwiGLU, of
+        which it is a part."""
+        return sorted(self._plans, key=lambda s: (-s.timing_room, s.swiglu))
+
     def __call__(
         self, shape: Shape, out: int, x: int, y: int, *, stream: int, bias: int = 0,
         scales: tuple[int, ...] = (),
@@ -259,16 +276,17 @@ class Products:
             scales=scales,
         )  # fmt: skip
 
-    def tune(self, memory: int, *, stream: int) -> dict[str, int]:
+    def tune(self, memory: int, nbytes: int, *, stream: int) -> dict[str, int]:
         """Time the candidates of every shape in use that has no choice yet, and choose. Returns
         these choices.
 
-        memory: where operands and results may lie (overwritten): 3 times the largest of them, 4 if
-        it is a swiglu shape's.
+        memory: where operands and results may lie (overwritten), nbytes of values that are finite
+        in every format. A shape that needs more keeps the first candidate for now.
         """
         made = {}
-        for shape, plan in self._plans.items():
-            if str(shape) in self.choices:
+        for shape in self.timing_order():
+            plan = self._plans[shape]
+            if str(shape) in self.choices or shape.timing_bytes > nbytes:
                 continue
             seconds = self.times(plan, memory, stream=stream)
             best = int(np.argmin(seconds))
@@ -288,10 +306,7 @@ class Products:
 
     def times(self, plan: Any, memory: int, *, stream: int) -> list[float]:
         """Seconds of a launch with each candidate, in their order; memory as in `tune`."""
-        s = plan.shape
-        largest = max(s.N * s.M, s.N * s.K, s.M * s.K)
-        room = -(-largest * max(s.operand.itemsize, s.out.itemsize) // 256) * 256
-        seconds = []
+        room, seconds = plan.shape.timing_room, []
         for candidate in range(plan.count):
             plan.choose(candidate)
             seconds.append(self._time(plan, memory, room, stream))
@@ -301,7 +316,8 @@ class Products:
         """Best of a few timings of two launches in a row, a launch [s]."""
         extra = {"bias": memory} if plan.shape.bias else {}
         if plan.shape.swiglu:
-            extra = {"act": memory + 3 * room, "absmax": memory if plan.shape.quantised else 0}
+            absmax = memory + 2 * room if plan.shape.quantised else 0
+            extra = {"act": memory + 3 * room, "absmax": absmax}
         scales = (memory, memory)[: 1 if plan.shape.codes else 2] if plan.shape.quantised else ()
         seconds = []
         for _ in range(TIMINGS):
@@ -309,7 +325,7 @@ class Products:
             record_event(start, stream)
             for _ in range(2):
                 plan(
-                    memory, memory + room, memory + 2 * room,
+                    memory + 2 * room, memory, memory + room,
                     workspace=self.workspace, stream=stream, scales=scales, **extra,
                 )  # fmt: skip
             record_event(end, stream)

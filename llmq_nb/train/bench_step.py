@@ -225,7 +225,7 @@ def measure_products(model: ModelConfig, rows: int) -> list[dict[str, Any]]:
         "down": (model.C, model.F),
         "head": (model.padded_vocab, model.C),
     }
-    room = 2 * max(max(rows * m, rows * k, m * k) for m, k in layers.values())
+    room = 2 * max(max(rows * m, rows * k, m * k) for m, k in layers.values()) + 256
     memory = allocate(3 * room + WORKSPACE_BYTES)
     n = 3 * room // 32 * 16
     fill_normal_launch(memory, n=n, seed=0, tensor=0, std=1.0, dtype="bf16", stream=stream)

@@ -218,12 +218,10 @@ class CudaEngine:
         prepare_steps(self.ranks)
         products = self.ops.products
         keep_apart(products, saved)
-        needed = 3 * 4 * max(max(s.N * s.M, s.N * s.K, s.M * s.K) for s in products.shapes)
-        if needed <= self.plan.total:
-            self.device.make_current()
-            self.ops.fill_memory(self.base, self.plan.total)  # zeros would draw less power
-            made = products.tune(self.base, stream=self.stream)
-            keep_machine_tuning(self.device, made)  # not what the run had: keep_apart assumes some
+        self.device.make_current()
+        self.ops.fill_memory(self.base, self.plan.total)  # zeros would draw less power
+        made = products.tune(self.base, self.plan.total, stream=self.stream)
+        keep_machine_tuning(self.device, made)  # not what the run had: keep_apart assumes some
         for seat, rank in zip(self.seats, self.ranks, strict=True):
             seat.ops.products.take(products.choices)
             seat.clear(self.plan.total)

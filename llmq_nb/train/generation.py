@@ -32,6 +32,8 @@ from llmq_nb.train.rank import cache_name
 
 PIECE = 256
 """Most tokens of each prompt that are taken at once."""
+HEAD = 1024
+"""Likeliest tokens that are looked at before all of a vocabulary is sorted."""
 Ids = Sequence[int] | NDArray[np.int32]
 
 
@@ -232,10 +234,21 @@ def sample(logits: NDArray[np.float32], sampling: Sampling, index: int, copy: in
     x = logits.astype(np.float64) / sampling.temperature
     p = np.exp(x - x.max())
     p /= p.sum()
-    order = np.argsort(-p, kind="stable")
+    order = _likeliest(p, sampling.top_p)
     total = np.cumsum(p[order])
     kept = int(np.searchsorted(total, sampling.top_p)) + 1  # the smallest set that holds top_p
     counter = (index, copy, 0, 0)
     word = int(philox(counter, (sampling.seed, int(Purpose.SAMPLE))).reshape(-1)[0])
     point = (word + 0.5) / 2.0**32 * total[min(kept, total.size) - 1]
     return int(order[min(int(np.searchsorted(total, point)), total.size - 1)])
+
+
+def _likeliest(p: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """Tokens by falling probability, equal ones by number: all, or enough that hold top_p."""
+    if top_p < 1 and p.size > HEAD:
+        some = np.sort(np.argpartition(-p, HEAD)[:HEAD])
+        some = some[np.argsort(-p[some], kind="stable")]
+        held = int(np.searchsorted(np.cumsum(p[some]), top_p))
+        if held < HEAD and p[some[held]] > p[some[-1]]:  # no other is as likely as the last one
+            return some
+    return np.argsort(-p, kind="stable")

@@ -30,6 +30,8 @@ from llmq_nb.kernels.matmul import WORKSPACE_BYTES, WORTHWHILE, Products, librar
 from llmq_nb.model.engine_cuda.ops import CudaOps
 
 Choices = dict[str, int]
+VERSION = 2
+"""Of the file: 1 had FP8 products timed on codes some of which were no numbers."""
 RESERVE = 256 << 20
 """Device memory left free while timing, for modules and cuBLASLt [bytes]."""
 
@@ -53,7 +55,7 @@ class Timed:
 # ---- the machine's file ------------------------------------------------------------------------
 def _file(device: Device) -> Path:
     name = "".join(c if c.isalnum() else "-" for c in device.name)
-    return cache_folder() / f"products-{name}-cublaslt-{library_version()}.json"
+    return cache_folder() / f"products-{name}-cublaslt-{library_version()}-v{VERSION}.json"
 
 
 def machine_tuning(device: Device) -> Choices:
@@ -105,8 +107,8 @@ def tune(ops: CudaOps, progress: Callable[[str], None]) -> list[Timed]:
     device, m = ops.device, ops.model
     shape = AttentionShape(ops.B, ops.T, m.H, m.G, m.D)
     with_attention = ops.config.precision.dtype == "bf16"
-    shapes = ops.products.shapes
-    products = 3 * 4 * max((max(s.N * s.M, s.N * s.K, s.M * s.K) for s in shapes), default=0)
+    shapes = ops.products.timing_order()
+    products = max((s.timing_bytes for s in shapes), default=0)
     needed = max(products, timing_bytes(shape) if with_attention else 0) + WORKSPACE_BYTES
     available = device.free_bytes()
     if needed + RESERVE > available:
@@ -128,6 +130,7 @@ def tune(ops: CudaOps, progress: Callable[[str], None]) -> list[Timed]:
             found.append(Timed(str(product), seconds, labels))
             ops.products.plan(product).choose(found[-1].chosen)  # part of a swiglu shape's timing
         if with_attention:
+            ops.fill_memory(memory, needed - WORKSPACE_BYTES)
             timer = AttentionTimer(shape, device.cc, memory, ops.stream)
             for kernel, tiles in candidates(m.D, device.cc).items():
                 progress(f"timing {len(found) + 1} of {total}: {shape.name(kernel)}")

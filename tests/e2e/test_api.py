@@ -260,7 +260,9 @@ def test_trackers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     kinds = [kind for kind, _ in fake.calls]
     assert kinds[0] == "init" and kinds[-1] == "finish"
     settings = fake.calls[0][1]
-    assert settings["name"] == "tiny" and settings["config"] == dataclasses.asdict(config)
+    alone = dataclasses.replace(config.parallel, devices=(0,))  # as the run settled it
+    settled = dataclasses.replace(config, parallel=alone)
+    assert settings["name"] == "tiny" and settings["config"] == dataclasses.asdict(settled)
     if name == "wandb":
         assert settings["mode"] == "offline"
     logged = [call for kind, call in fake.calls if kind == "log"]

@@ -126,7 +126,7 @@ def test_candidates_of_the_products(gpu: Any, form: str) -> None:
         assert (act.numpy().view(np.uint16) == apart.numpy().view(np.uint16)).all(), algorithm
     room = -(-2 * max(N * 2 * F, N * K, 2 * F * K) // 256) * 256
     memory = gpu.zeros((4 * room + 256,), np.uint8)
-    products.tune(-(-memory.address // 256) * 256, stream=int(gpu.stream))
+    products.tune(-(-memory.address // 256) * 256, 4 * room, stream=int(gpu.stream))
     assert products.choices[str(shape)] == products.plan(shape).algorithm
     assert set(products.choices) == {str(shape), str(products.plan(shape).plain.shape)}
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from llmq_nb.offload.transfer import ImmediateTransfer
+from llmq_nb.train.generation import Generator, Sampling
 from llmq_nb.train.gradients import loss_and_gradients
 from llmq_nb.train.inference import Inference
 from tests.model.harness import bits, random_batch
@@ -11,7 +12,7 @@ from tests.offload.harness import LEVERS, MODEL, STORAGE, T, config_of, engine_o
 
 
 def found(storage, offload):
-    """Loss and gradients of a batch of another shape; logits and the loss of another rank."""
+    """Loss and gradients of a batch of another shape; logits of another rank; text of two more."""
     config = config_of(storage, offload=offload)
     engine = engine_of(config, ImmediateTransfer)
     batch = random_batch(np.random.default_rng(3), 3, T - 4, MODEL.V)
@@ -21,7 +22,11 @@ def found(storage, offload):
     weights = {s.parameter.name: s.weight for s in engine.states}
     inference = Inference(MODEL, micro_batch=1, seq_len=9, base=config, weights=weights)
     logits = [bits(inference.logits(np.arange(1, n, dtype=np.int32))) for n in (4, 9)]
-    return loss, {name: bits(g) for name, g in gradients.items()}, logits
+    settings = {"rows": 2, "length": 12, "prompt": 5, "base": config, "weights": weights}
+    with Generator(MODEL, **settings) as generator:
+        greedy = Sampling(temperature=0.0)
+        text = list(generator.generate([[1, 2, 3, 4, 5], [6]], 9, greedy, stop_ids=()))
+    return loss, {name: bits(g) for name, g in gradients.items()}, logits, text
 
 
 @pytest.mark.parametrize("storage", STORAGE)

@@ -211,3 +211,19 @@ def test_the_gpu_gives_the_tokens_of_the_cpu(shape: dict[str, int]) -> None:
         ) as generator:  # fmt: skip
             made.append(rows_of(generator, texts(model.V), 20, GREEDY, stop_ids=()))
     assert made[0] == made[1]
+
+
+def test_a_part_of_the_vocabulary_gives_what_all_of_it_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with equal logits across the border, and where the part does not hold top_p."""
+    rng = np.random.default_rng(5)
+    flat = np.zeros(500, np.float32)
+    steps = np.repeat(np.linspace(3, 0, 10, dtype=np.float32), 50)
+    cases = [rng.standard_normal(500).astype(np.float32) * 3, flat, rng.permutation(steps)]
+    drawn = []
+    for head in (500, 7):
+        monkeypatch.setattr("llmq_nb.train.generation.HEAD", head)
+        samplings = [Sampling(top_p=top_p, seed=1) for top_p in (0.2, 0.7, 0.999)]
+        drawn.append([sample(x, s, i) for x in cases for s in samplings for i in range(50)])
+    assert drawn[0] == drawn[1]
