@@ -6,6 +6,7 @@ magnitudes; e4m3: sums of at least 13 bits, promoted every 128 products, or with
 one rounding to bfloat16.
 """
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -146,3 +147,15 @@ def test_where_there_is_a_kernel() -> None:
         {"bias": True},
     ):  # fmt: skip
         assert not has_kernel((9, 0), shape(**change)), change
+
+
+def test_timing_order() -> None:
+    """No product writes, in its turn, what a later one reads; the library's product alone before
+    the one with SwiGLU, which is timed with its best algorithm."""
+    products = Products(device=0, workspace=0)
+    few, many = shape(N=7), shape(N=4000)
+    alone = [dataclasses.replace(s, swiglu=False) for s in (few, many)]
+    for planned in (few, many, *alone):
+        products._plans[planned] = None
+    assert products.timing_order() == [alone[1], many, alone[0], few]
+    assert many.timing_bytes == 4 * many.timing_room == 4 * 2 * 4000 * 96
