@@ -93,7 +93,7 @@ CONFIGS: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
         ["short.zarr", "seq_len"],
     ),
     "device": ({"run": {"device": "cuda"}}, ["run.device", "auto or cpu"]),
-    "ranks": ({"parallel": {"devices": [0, 1]}}, ["parallel.devices", "[0, 1]"]),
+    "ranks": ({"parallel": {"devices": []}}, ["parallel.devices", "device numbers"]),
     "policy": (
         {"memory": {"policy": "auto"}, "batch": {"grad_accumulation": 10**9}},
         ["memory.policy", "no setting fits", "the least takes"],

@@ -24,7 +24,8 @@ def test_sigterm_while_kernels_compile(compiled: int, tmp_path: Path) -> None:
     config = ROOT / "configs/quickstart.toml"
     command = [sys.executable, "-m", "llmq_nb", "train", str(config)]
     command += [part for item in sets for part in ("--set", item)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "LLMQ_NB_CACHE": str(cache)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "LLMQ_NB_CACHE": str(cache)}
     pipe = subprocess.PIPE
     run = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=env)
     deadline = time.monotonic() + 120
