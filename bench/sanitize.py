@@ -3,7 +3,7 @@
     python -m bench.sanitize [--tool memcheck racecheck] [--part attention ...] [--workers 8]
 
 A part is a test file and a choice of small shapes that ends within LIMIT seconds (the tools slow
-kernels down 10 to 50 times). Products are left out: their kernels are cuBLASLt's. memcheck runs
+kernels down 10 to 50 times). cuBLASLt's products are left out. memcheck runs
 with --report-api-errors no: while cuda-python loads the driver it asks for entry points that a
 driver need not have, and the tool counts each answer "not found" as an error. `--api-errors` runs
 one part with them reported and lists what they are. Exit code 1 if anything was found, failed, or
@@ -64,6 +64,7 @@ PARTS = [
     Part("fp8_health", "test_fp8_health", "72- or 8216 or 448.0"),
     Part("global_norm", "test_global_norm", "sizes0 or sizes1 or flags"),
     Part("qk_norm", "test_qk_norm", "1-1-1-8 or 5-3-1 or 777"),
+    Part("matmul_swiglu", "test_matmul_swiglu", "1-16-16 or 130-48 or 513-272"),
     Part("quantize", "test_quantize", "inputs or special or decode or 15-48 or 144-272 or user"),
     Part("random", "test_random", "known or rounding"),
     Part("reduce_loss", "test_reduce_loss", "not 131071"),

@@ -48,7 +48,8 @@ class Options:
     only."""
     fastmath: bool = True
     cluster: int = 1
-    """Blocks a cluster, along x; above 1 needs sm_90."""
+    """Blocks a cluster, along x; above 1 needs sm_90. Fixed in the PTX, or, with arch_specific,
+    which has none, given with every launch."""
 
 
 DEFAULT = Options()

@@ -61,8 +61,14 @@ class Kernel:
     it."""
 
     def __init__(
-        self, compiled: Compiled, signature: tuple[Any, ...], threads: int, smem: int
+        self,
+        compiled: Compiled,
+        signature: tuple[Any, ...],
+        threads: int,
+        smem: int,
+        cluster: int = 1,
     ) -> None:
+        """cluster: blocks along x that every launch makes a cluster; 1: what the cubin says."""
         d = driver()
         self.compiled, self.threads, self.smem = compiled, threads, smem
         library = d.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0)
@@ -80,6 +86,8 @@ class Kernel:
         self._pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(base + o for o in offsets))
         self._parameters = ctypes.addressof(self._pointers)
         self._launch = d.cuLaunchKernel
+        if cluster > 1:
+            self._launch = _clustered(cluster)
 
     def prepare(self, device: Device) -> "Kernel":
         """Load into the device's context and allow the shared memory; once for each device."""
@@ -107,6 +115,24 @@ class Kernel:
         )  # fmt: skip
         if result[0] != 0:
             check(result, f"launching kernel {self.compiled.name} with grid {grid}")
+
+
+def _clustered(blocks: int) -> Callable[..., Any]:
+    """cuLaunchKernel for clusters of so many blocks along x."""
+    d = driver()
+    cluster, config = d.CUlaunchAttribute(), d.CUlaunchConfig()
+    cluster.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = cluster.value.clusterDim
+    size.x, size.y, size.z = blocks, 1, 1
+    config.attrs, config.numAttrs = [cluster], 1
+
+    def launch(function: Any, x: int, y: int, z: int, *rest: Any) -> Any:
+        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+        config.blockDimX, config.blockDimY, config.blockDimZ, smem, stream, values, extra = rest
+        config.sharedMemBytes, config.hStream = smem, stream
+        return d.cuLaunchKernelEx(config, function, values, extra)
+
+    return launch
 
 
 class SimulatedKernel:
@@ -168,5 +194,6 @@ def kernel(
             _functions[identity] = factory(**constants)
         cc = device.cc if options.arch_specific else target_of(device.cc)
         compiled = compile_kernel(_functions[identity], signature, threads, cc, options)
-        found = _kernels[key] = Kernel(compiled, signature, threads, smem)
+        cluster = options.cluster if options.arch_specific else 1
+        found = _kernels[key] = Kernel(compiled, signature, threads, smem, cluster)
     return found.prepare(device)

@@ -34,6 +34,7 @@ import numpy as np
 from llmq_nb.core.device import create_event, elapsed_seconds, record_event
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.launch import is_preparing
+from llmq_nb.kernels.matmul_swiglu import FusedProduct
 
 Kind = Literal["forward", "dgrad", "wgrad"]
 COMPUTE_32F, R_32F = 68, 0
@@ -66,12 +67,19 @@ class Shape:
     """BF16 operands are values of FP8 codes, in the layouts of FP8 products."""
     fast: bool = False
     """FP8: without the periodic promotion of the sums (precision.fast_accumulation)."""
+    swiglu: bool = False
+    """Forward: followed by SwiGLU of the output, see FusedProduct."""
+
+    @property
+    def timing_room(self) -> int:
+        """Bytes of the largest of its matrices."""
+        largest = max(self.N * self.M, self.N * self.K, self.M * self.K)
+        return -(-largest * max(self.operand.itemsize, self.out.itemsize) // 256) * 256
 
     @property
     def timing_bytes(self) -> int:
-        """Memory that timing it needs: three times the largest of its matrices."""
-        largest = max(self.N * self.M, self.N * self.K, self.M * self.K)
-        return 3 * (-(-largest * max(self.operand.itemsize, self.out.itemsize) // 256) * 256)
+        """Memory that timing it needs: a room for each of its matrices."""
+        return (4 if self.swiglu else 3) * self.timing_room
 
     @property
     def quantised(self) -> bool:
@@ -84,7 +92,7 @@ class Shape:
         return 2 * self.N * self.M * self.K
 
     def __str__(self) -> str:
-        flags = ("bias", "accumulate", "codes", "fast")
+        flags = ("bias", "accumulate", "codes", "fast", "swiglu")
         extras = "".join(f"+{flag}" for flag in flags if getattr(self, flag))
         return f"{self.kind} {self.N}x{self.M}x{self.K} {self.operand}->{self.out}{extras}"
 
@@ -217,27 +225,37 @@ class Products:
     """The products of one rank: a plan a shape, made on first use.
 
     choices: index of the algorithm by shape's name, from a tuning file; shapes that are not in it
-    take the
-    heuristic's first.
+    take the first candidate.
     """
 
     def __init__(self, *, device: int, workspace: int, choices: dict[str, int] | None = None):
         self.device, self.workspace = device, workspace
         self.choices = dict(choices or {})
-        self._plans: dict[Shape, Product] = {}
+        self._plans: dict[Shape, Any] = {}
 
-    def plan(self, shape: Shape) -> Product:
-        """The plan of a shape."""
+    def plan(self, shape: Shape) -> Any:
+        """The plan of a shape: a Product, or of a swiglu shape a FusedProduct."""
         found = self._plans.get(shape)
         if found is None:
             algorithm = self.choices.get(str(shape), 0)
-            found = self._plans[shape] = Product(shape, device=self.device, algorithm=algorithm)
+            if shape.swiglu:
+                plain = self.plan(dataclasses.replace(shape, swiglu=False))
+                found = FusedProduct(shape, plain, algorithm=algorithm)
+            else:
+                found = Product(shape, device=self.device, algorithm=algorithm)
+            self._plans[shape] = found
         return found
 
     @property
     def shapes(self) -> list[Shape]:
         """The shapes in use."""
         return list(self._plans)
+
+    def timing_order(self) -> list[Shape]:
+        """The shapes in use, as they must be timed in one memory: results lie behind the operands,
+        so what a smaller product reads was never written; a product before it with SwiGLU, of
+        which it is a part."""
+        return sorted(self._plans, key=lambda s: (-s.timing_room, s.swiglu))
 
     def __call__(
         self, shape: Shape, out: int, x: int, y: int, *, stream: int, bias: int = 0,
@@ -248,14 +266,25 @@ class Products:
         if not is_preparing():
             plan(out, x, y, workspace=self.workspace, stream=stream, bias=bias, scales=scales)
 
-    def tune(self, memory: int, nbytes: int, *, stream: int) -> None:
-        """Time the candidates of every shape in use that has no choice yet, and choose.
+    def with_swiglu(
+        self, shape: Shape, act: int, gate_up: int, x: int, weight: int, *, stream: int,
+        absmax: int = 0, scales: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """Launch a swiglu shape; act: 0 if only gate_up is wanted. absmax: of act, or 0."""
+        self.plan(shape)(
+            gate_up, x, weight, act=act, absmax=absmax, workspace=self.workspace, stream=stream,
+            scales=scales,
+        )  # fmt: skip
+
+    def tune(self, memory: int, nbytes: int, *, stream: int) -> dict[str, int]:
+        """Time the candidates of every shape in use that has no choice yet, and choose. Returns
+        these choices.
 
         memory: where operands and results may lie (overwritten), nbytes of values that are finite
-        in every format. A shape that needs more keeps the heuristic's first for now.
+        in every format. A shape that needs more keeps the first candidate for now.
         """
-        # results lie behind the operands, so what a smaller product reads was never written
-        for shape in sorted(self._plans, key=lambda s: -s.timing_bytes):
+        made = {}
+        for shape in self.timing_order():
             plan = self._plans[shape]
             if str(shape) in self.choices or shape.timing_bytes > nbytes:
                 continue
@@ -264,7 +293,8 @@ class Products:
             # a candidate must be clearly faster than the heuristic's first
             chosen = best if seconds[best] < WORTHWHILE * seconds[0] else 0
             plan.choose(chosen)
-            self.choices[str(shape)] = chosen
+            self.choices[str(shape)] = made[str(shape)] = chosen
+        return made
 
     def take(self, choices: dict[str, int]) -> None:
         """Use what another rank has chosen."""
@@ -274,17 +304,20 @@ class Products:
         for shape, plan in self._plans.items():
             plan.choose(self.choices.get(str(shape), 0))
 
-    def times(self, plan: Product, memory: int, *, stream: int) -> list[float]:
+    def times(self, plan: Any, memory: int, *, stream: int) -> list[float]:
         """Seconds of a launch with each candidate, in their order; memory as in `tune`."""
-        room, seconds = plan.shape.timing_bytes // 3, []
+        room, seconds = plan.shape.timing_room, []
         for candidate in range(plan.count):
             plan.choose(candidate)
             seconds.append(self._time(plan, memory, room, stream))
         return seconds
 
-    def _time(self, plan: Product, memory: int, room: int, stream: int) -> float:
+    def _time(self, plan: Any, memory: int, room: int, stream: int) -> float:
         """Best of a few timings of two launches in a row, a launch [s]."""
-        bias = memory if plan.shape.bias else 0
+        extra = {"bias": memory} if plan.shape.bias else {}
+        if plan.shape.swiglu:
+            absmax = memory + 2 * room if plan.shape.quantised else 0
+            extra = {"act": memory + 3 * room, "absmax": absmax}
         scales = (memory, memory)[: 1 if plan.shape.codes else 2] if plan.shape.quantised else ()
         seconds = []
         for _ in range(TIMINGS):
@@ -293,7 +326,7 @@ class Products:
             for _ in range(2):
                 plan(
                     memory + 2 * room, memory, memory + room,
-                    workspace=self.workspace, stream=stream, bias=bias, scales=scales,
+                    workspace=self.workspace, stream=stream, scales=scales, **extra,
                 )  # fmt: skip
             record_event(end, stream)
             seconds.append(elapsed_seconds(start, end) / 2)

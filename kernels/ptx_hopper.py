@@ -65,6 +65,15 @@ tma_2d_multicast = (
         **_STORE,
     )
 )
+tma_3d_multicast = asm_op(
+    "tma_3d_multicast",
+    "{.reg .b16 m; cvt.u16.u32 m, $6; "
+    + _TMA.format(3, ".multicast::cluster")
+    + "[$0], [$1, {$2, $3, $4}], [$5], m;}",
+    "",
+    "rlrrrrr",
+    **_STORE,
+)
 _TMA_STORE = "cp.async.bulk.tensor.{}d.global.shared::cta.bulk_group "
 tma_store_2d = asm_op(
     "tma_store_2d", _TMA_STORE.format(2) + "[$0, {$1, $2}], [$3];", "", "lrrr", **_STORE

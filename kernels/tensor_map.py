@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmq_nb.core.device import allocate, check, current_device, driver, synchronize_stream
+from llmq_nb.core.dtype import DType
 
 MAP_BYTES = 128
 MAPS_PER_DEVICE = 4096
@@ -20,16 +21,20 @@ _maps: dict[int, dict[Any, int]] = {}
 
 
 def tensor_map(
-    address: int, extents: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    extents: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    dtype: DType = DType.BF16,
 ) -> int:
-    """Device address of the map of a bfloat16 tensor, innermost extent first.
+    """Device address of the map of a tensor of bfloat16 or FP8 codes, innermost extent first.
 
     strides: bytes, of all but the innermost extent, multiples of 16. box: extents of one copy, the
-    innermost 64 elements (128 bytes, the swizzle). Elements outside the tensor read as zero.
+    innermost 128 bytes (the swizzle). Elements outside the tensor read as zero.
     """
     device = current_device()
     known = _maps.setdefault(device.ordinal, {})
-    key = (address, extents, strides, box)
+    key = (address, extents, strides, box, dtype)
     if key not in known:
         if device.ordinal not in _slots:
             _slots[device.ordinal] = allocate(MAP_BYTES * MAPS_PER_DEVICE)
@@ -37,7 +42,7 @@ def tensor_map(
             device.synchronize()
             known.clear()
         target = _slots[device.ordinal] + MAP_BYTES * len(known)
-        host = _encode(address, extents, strides, box)
+        host = _encode(address, extents, strides, box, dtype)
         check(driver().cuMemcpyHtoD(target, host.ctypes.data, MAP_BYTES), "copy of a tensor map")
         synchronize_stream(0)  # the call returns before the bytes are there; other streams go on
         known[key] = target
@@ -45,11 +50,18 @@ def tensor_map(
 
 
 def _encode(
-    address: int, extents: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    extents: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    dtype: DType,
 ) -> np.ndarray:
     d = driver()
+    kinds = d.CUtensorMapDataType
     result = d.cuTensorMapEncodeTiled(
-        d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        if dtype is DType.BF16
+        else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         len(extents),
         address,
         [d.cuuint64_t(n) for n in extents],

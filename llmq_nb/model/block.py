@@ -39,8 +39,7 @@ def block_forward(
         ops.cached_attention(a.attn, a.heads, cache, segment_start)
     attention_output(a, w, ops)
 
-    ops.linear(a.gate_up, a.mlp_in, w.gate_up)
-    ops.swiglu(a.act, a.gate_up)
+    ops.linear_swiglu(a.act, a.gate_up, a.mlp_in, w.gate_up)
     ops.linear(a.down, a.act, w.down)
 
 

@@ -198,16 +198,21 @@ class Ops(Protocol):
         """dx = dy weight, dweight (+)= dy^T x, dbias (+)= sum_n dy (never from the FP8 codes)."""
         ...
 
-    def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
-        """y = gate / (1 + exp(-gate)) * up. gate_up: (N, 2 F) as [gate, up]; y: (N, F)."""
+    def linear_swiglu(self, y: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+        """gate_up = x weight^T, y = gate / (1 + exp(-gate)) * up. x: (N, C), weight: (2 F, C),
+        gate_up: (N, 2 F) as [gate, up]; y: (N, F), from the rounded gate_up."""
+        ...
+
+    def linear_swiglu_again(self, y: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+        """`linear_swiglu` in recomputation, with the same bits; y as in `swiglu_again`."""
         ...
 
     def swiglu_again(self, y: Tensor, gate_up: Tensor) -> None:
-        """`swiglu` in recomputation. y's absmax is known: an engine may leave its codes alone."""
+        """y again, from gate_up. Its absmax is known: an engine may leave its codes alone."""
         ...
 
     def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
-        """dup = dy silu(gate); dgate = dy up silu'(gate). Shapes as in `swiglu`."""
+        """dup = dy silu(gate); dgate = dy up silu'(gate). Shapes as in `linear_swiglu`."""
         ...
 
     def cross_entropy(

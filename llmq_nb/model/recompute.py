@@ -51,7 +51,7 @@ def recompute_block(
         attention_output(a, w, ops)
     elif "mlp_in" in dropped:
         ops.rmsnorm(a.mlp_in, a.mlp_rstd, a.residual_mid, w.mlp_norm)
-    if "gate_up" in dropped:
-        ops.linear(a.gate_up, a.mlp_in, w.gate_up)
-    if "act" in dropped:
+    if "gate_up" in dropped:  # and then act
+        ops.linear_swiglu_again(a.act, a.gate_up, a.mlp_in, w.gate_up)
+    elif "act" in dropped:
         ops.swiglu_again(a.act, a.gate_up)

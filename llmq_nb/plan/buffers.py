@@ -337,7 +337,7 @@ def block_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
         "mlp_rstd": ((N,), fp32, (4, BACKWARD + 4)),
         "mlp_in": ((N, C), dtype, (4, BACKWARD + 3)),
         "gate_up": ((N, 2 * F), dtype, (5, BACKWARD + 2)),
-        "act": ((N, F), dtype, (6, BACKWARD + 1)),
+        "act": ((N, F), dtype, (5, BACKWARD + 1)),  # one kernel may write both
     }
     if model.qk_norm:
         fields["qk_rstd"] = ((N, model.H + model.G), fp32, (1, BACKWARD + 7))

@@ -240,9 +240,9 @@ NAMES = {"qkv": "qkv", "out": "o_proj", "gate_up": "gate_up", "down": "down_proj
 """The last word of the weights' names, by field."""
 
 
-def _linear(m: _Model, weight: str, part: Part | None = None) -> Iterator[Work]:
+def _linear(m: _Model, weight: str, part: Part | None = None, *, name: str = "") -> Iterator[Work]:
     """A block's product in all layers; part: where it counts, None: as what it is."""
-    name = f"linear {NAMES[weight]}"
+    name = name or f"linear {NAMES[weight]}"
     yield Work(name, part or "products", m.block_product(weight))
     if m.fp8_layers:
         yield Work(name, part or "quantise", m.quantise_forward(weight))
@@ -275,9 +275,10 @@ def _forward(m: _Model) -> Iterator[Work]:
     yield Work("residual_rmsnorm", "norms", (2 * L - 1) * m.passes(C, 4))
     yield from _heads(m)
     yield Work("attention", "attention", L * m.attention(backward=False))
-    for weight in ("out", "gate_up", "down"):
+    for weight in ("out", "down"):
         yield from _linear(m, weight)
-    yield Work("swiglu", "SwiGLU", L * m.passes(F, 3))
+    yield from _linear(m, "gate_up", name="linear_swiglu")
+    yield Work("linear_swiglu", "SwiGLU", L * m.passes(F, 3))  # as if it were a kernel of its own
 
 
 def _head(m: _Model) -> Iterator[Work]:
@@ -324,6 +325,7 @@ def _recomputation(m: _Model) -> Iterator[Work]:
     elif "mlp_in" in dropped:
         yield Work("rmsnorm", part, L * m.passes(C, 2))
     if "gate_up" in dropped:
-        yield from _linear(m, "gate_up", part)
+        yield from _linear(m, "gate_up", part, name="linear_swiglu_again")
     if "act" in dropped:
-        yield Work("swiglu_again", part, L * m.passes(m.model.F, 3))
+        name = "linear_swiglu_again" if "gate_up" in dropped else "swiglu_again"
+        yield Work(name, part, L * m.passes(m.model.F, 3))

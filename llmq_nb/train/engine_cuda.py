@@ -63,7 +63,7 @@ from llmq_nb.train.host_stores import on_disk
 from llmq_nb.train.rank import Rank
 from llmq_nb.train.sharding import Spread, parts_of, read_spread, write_spread
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step, refresh_weights
-from llmq_nb.train.tuning import keep_machine_tuning, known_tuning
+from llmq_nb.train.tuning import Choices, keep_apart, keep_machine_tuning, known_tuning
 from llmq_nb.train.wiring import make_rank, make_ranks, run_states
 
 UPDATE = "optimizer step"
@@ -110,7 +110,7 @@ class CudaEngine:
         """Whether weights were written since their absmax (and codes) were found."""
         self.host_seconds = 0.0
         """Python's time for the last step: what was spent before waiting for the GPU."""
-        self._prepare()
+        self._prepare(tuning)
 
     @property
     def tuning(self) -> dict[str, int]:
@@ -214,14 +214,15 @@ class CudaEngine:
             refresh_weights(self.ranks)
         self._stale = False
 
-    def _prepare(self) -> None:
+    def _prepare(self, saved: Choices | None) -> None:
         """Load every kernel and choose every product before anything is captured."""
         prepare_steps(self.ranks)
         products = self.ops.products
+        keep_apart(products, saved)
         self.device.make_current()
         self.ops.fill_memory(self.base, self.plan.total)  # zeros would draw less power
-        products.tune(self.base, self.plan.total, stream=self.stream)
-        keep_machine_tuning(self.device, self.tuning)
+        made = products.tune(self.base, self.plan.total, stream=self.stream)
+        keep_machine_tuning(self.device, made)  # not what the run had: keep_apart assumes some
         for seat, rank in zip(self.seats, self.ranks, strict=True):
             seat.ops.products.take(products.choices)
             seat.clear(self.plan.total)

@@ -6,6 +6,7 @@ have no choice yet are timed when a run starts; attention keeps its defaults unt
 `llmq-nb compile --tune` times both anew, which changes new runs only.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from llmq_nb.kernels.attention_choice import (
 )
 from llmq_nb.kernels.attention_launch import candidates
 from llmq_nb.kernels.cache import cache_folder, write_atomically
-from llmq_nb.kernels.matmul import WORKSPACE_BYTES, WORTHWHILE, library_version
+from llmq_nb.kernels.matmul import WORKSPACE_BYTES, WORTHWHILE, Products, library_version
 from llmq_nb.model.engine_cuda.ops import CudaOps
 
 Choices = dict[str, int]
@@ -86,6 +87,16 @@ def known_tuning(device: Device, saved: Choices | None) -> Choices:
     return {k: v for k, v in machine.items() if not is_attention(k)} | saved
 
 
+def keep_apart(products: Products, saved: Choices | None) -> None:
+    """A run that was started before SwiGLU could be part of a product goes on without: its choices
+    have the product alone. Call it when the shapes in use are known."""
+    for shape in products.shapes:
+        alone = str(dataclasses.replace(shape, swiglu=False))
+        if saved and shape.swiglu and alone in saved and str(shape) not in saved:
+            products.choices[str(shape)] = 0
+            products.plan(shape).choose(0)
+
+
 # ---- llmq-nb compile --tune --------------------------------------------------------------------
 def tune(ops: CudaOps, progress: Callable[[str], None]) -> list[Timed]:
     """Time every product and attention kernel of a run whose steps were prepared, and keep the
@@ -96,7 +107,7 @@ def tune(ops: CudaOps, progress: Callable[[str], None]) -> list[Timed]:
     device, m = ops.device, ops.model
     shape = AttentionShape(ops.B, ops.T, m.H, m.G, m.D)
     with_attention = ops.config.precision.dtype == "bf16"
-    shapes = sorted(ops.products.shapes, key=lambda s: -s.timing_bytes)
+    shapes = ops.products.timing_order()
     products = max((s.timing_bytes for s in shapes), default=0)
     needed = max(products, timing_bytes(shape) if with_attention else 0) + WORKSPACE_BYTES
     available = device.free_bytes()
@@ -117,6 +128,7 @@ def tune(ops: CudaOps, progress: Callable[[str], None]) -> list[Timed]:
             seconds = ops.products.times(ops.products.plan(product), memory, stream=ops.stream)
             labels = [f"algorithm {k}" for k in range(len(seconds))]
             found.append(Timed(str(product), seconds, labels))
+            ops.products.plan(product).choose(found[-1].chosen)  # part of a swiglu shape's timing
         if with_attention:
             ops.fill_memory(memory, needed - WORKSPACE_BYTES)
             timer = AttentionTimer(shape, device.cc, memory, ops.stream)

@@ -81,4 +81,4 @@ def test_bench_step_prints_and_writes_the_breakdown(monkeypatch, tmp_path):
     (written,) = json.loads(file.read_text())
     by_name = {r["operation"]: r for r in written["breakdown"]}
     assert by_name["odd"]["budget_ms"] is None and by_name["attention"]["over"] is True
-    assert by_name["swiglu"]["ratio"] == 1.1 and by_name["swiglu"]["over"] is False
+    assert by_name["linear_swiglu"]["ratio"] == 1.1 and by_name["linear_swiglu"]["over"] is False

@@ -18,6 +18,7 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.core.tensor import Tensor
 from llmq_nb.model.engine_cpu import CpuOps
 from llmq_nb.plan.buffers import INFERENCE, make_plan
+from llmq_nb.plan.workspace import workspace_buffers
 from llmq_nb.train.step import evaluation_step
 from llmq_nb.train.wiring import allocate, make_rank
 from tests.model.harness import (
@@ -50,7 +51,8 @@ WRITES = {
     "attention_backward": ((0,), ()),
     "linear": ((0,), ()),
     "linear_backward": ((0, 1, 2), ()),
-    "swiglu": ((0,), ()),
+    "linear_swiglu": ((0, 1), ()),
+    "linear_swiglu_again": ((0, 1), ()),
     "swiglu_again": ((0,), ()),
     "swiglu_backward": ((0,), ()),
     "cross_entropy": ((1, 2), (0,)),
@@ -143,6 +145,27 @@ def test_lifetimes_hold_what_the_operations_need(model_name, head_chunks, precis
         plan, events = record(MODELS[model_name], subset, head_chunks, precision=precision)
         spans = check(plan, events)
         assert all(spans.values()), [name for name, s in spans.items() if not s]
+
+
+# product: fields of the block that its kernel may write while it reads its input's codes
+WRITTEN = {"qkv": ("qkv",), "out": ("attn_out",), "gate_up": ("gate_up", "act"), "down": ("down",)}
+
+
+@pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
+@pytest.mark.parametrize("quants", [True, False])
+def test_codes_of_an_input_stay_until_its_product_is_written(subset, quants):
+    """The cuda engine's own scratch, which the recorder does not see."""
+    config = make_config(micro_batch=2, seq_len=64, precision="e4m3", recompute=subset)
+    model = MODELS["bias"]
+    plan = make_plan(config, model, extra=workspace_buffers(config, model, quants=quants))
+    places = list(zip(plan.buffers, plan.offsets, strict=True))
+    for product, fields in WRITTEN.items():
+        names = {f"block/{f}{layer}" for f in fields for layer in ("", ".0")}
+        read = [p for p in places if p[0].name in (f"fp8/x.{product}", "fp8/weight")]
+        written = [p for p in places if p[0].name in names]
+        assert read and len(written) == len(fields)
+        for (a, first), (b, second) in itertools.product(read, written):
+            assert first + a.nbytes <= second or second + b.nbytes <= first, (a.name, b.name)
 
 
 @pytest.mark.parametrize("model_name", MODELS)

@@ -22,6 +22,7 @@ from llmq_nb.config import (
     PrecisionConfig,
     RunConfig,
 )
+from llmq_nb.core.device import open_device
 from llmq_nb.data.loader import Position, StepBatch
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.train.engine import CpuEngine
@@ -146,6 +147,23 @@ def test_bits_do_not_depend_on_graphs_recomputation_or_the_run(model):
         for subset in itertools.combinations(RECOMPUTE, count):
             other = run_bits(config_of(recompute=subset), model, tuning=tuning)
             assert other[:2] == (losses, weights), subset
+
+
+def with_fused_products(tuning: dict[str, int]) -> dict[str, int]:
+    """The same choices, but SwiGLU inside its product wherever the GPU has that kernel."""
+    fused = [name for name in tuning if name.endswith("+swiglu")]
+    assert bool(fused) == (open_device(0).cc == (9, 0)), "nothing was timed, or where no kernel is"
+    return tuning | dict.fromkeys(fused, 1)
+
+
+def test_bits_do_not_depend_on_recomputing_a_fused_product():
+    base = config_of()
+    tuning = with_fused_products(run_bits(base, QWEN2, steps=1)[2])
+    losses, weights, used = run_bits(base, QWEN2, tuning=tuning)
+    assert used == tuning
+    for graphs, subset in ((False, ()), (True, ("swiglu",)), (True, ("ffn",)), (True, RECOMPUTE)):
+        other = run_bits(config_of(recompute=subset, graphs=graphs), QWEN2, tuning=tuning)
+        assert other[:2] == (losses, weights), (graphs, subset)
 
 
 def test_a_graph_replayed_in_any_order_gives_what_it_gave():

@@ -28,6 +28,7 @@ from tests.train.test_engine_cuda import (
     initial,
     relative,
     run_bits,
+    with_fused_products,
 )
 
 pytestmark = pytest.mark.gpu
@@ -169,6 +170,18 @@ def test_bits_do_not_depend_on_recomputation_or_kept_quants(model, accumulation)
         )
         found = run_bits(other, model, steps=2, tuning=tuning)
         assert found[:2] == (losses, weights), subset
+
+
+@pytest.mark.parametrize("quants", [True, False])
+def test_bits_do_not_depend_on_recomputing_a_fused_product(quants):
+    """Also where recomputation writes only gate_up, and the codes of act instead of its values."""
+    base = fp8_config(quants=quants)
+    tuning = with_fused_products(run_bits(base, QWEN2, steps=1)[2])
+    losses, weights, used = run_bits(base, QWEN2, steps=2, tuning=tuning)
+    assert used == tuning
+    for subset in (("swiglu",), ("ffn",), RECOMPUTE):
+        other = run_bits(fp8_config(recompute=subset, quants=quants), QWEN2, steps=2, tuning=tuning)
+        assert other[:2] == (losses, weights), subset
 
 
 def slots(rank: Rank, engine) -> dict[str, float]:

@@ -76,7 +76,8 @@ FAULTS = [  # operation, output, which call in the step, kind, tensor, layer, mi
     ("linear", 0, 4, "activation", "block/down", 0, 0),
     ("linear", 0, 8, "activation", "block/down", 1, 0),
     ("linear", 0, 9, "activation", "head/logits", None, 0),
-    ("swiglu", 0, 4, "activation", "block/act.1", 1, 1),
+    ("linear_swiglu", 0, 4, "activation", "block/act.1", 1, 1),
+    ("linear_swiglu", 1, 3, "activation", "block/gate_up.0", 0, 1),
     ("cross_entropy", 0, 2, "activation", "head/logits", None, 1),
     ("cross_entropy", 1, 1, "activation", "head/loss", None, 0),
     ("linear_backward", 0, 1, "gradient of an activation", "g/norm_in", None, 0),
@@ -147,7 +148,7 @@ def test_a_bad_weight_is_blamed_on_itself(folder: Path, monkeypatch: pytest.Monk
     bad = replay(Path("out"), 6, silent).bad
     assert bad is not None and bad.read and bad.tensor == f"weights/{suffix}"
     assert (bad.kind, bad.layer, bad.element) == ("weight", 1, (3, 4))
-    assert bad.operation == "linear" and bad.micro_step == 0
+    assert bad.operation == "linear_swiglu" and bad.micro_step == 0
 
 
 def weight_names(folder: Path) -> list[str]:
@@ -155,7 +156,7 @@ def weight_names(folder: Path) -> list[str]:
         return [s.parameter.name for s in trainer.engine.states]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "recompute", "fp8"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "recompute", "ffn", "fp8"])
 def test_outputs_are_what_operations_change(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +164,8 @@ def test_outputs_are_what_operations_change(
     changes: dict[str, dict[str, Any]] = {"batch": {"grad_accumulation": 2}}
     if kind == "recompute":
         changes["memory"] = {"recompute": ["swiglu", "norm", "qkv"]}
+    if kind == "ffn":
+        changes["memory"] = {"recompute": ["ffn"]}
     if kind == "fp8":
         changes["precision"] = {"matmul": "e4m3"}
     folder = make_run(tmp_path, changes)
@@ -208,7 +211,11 @@ def test_outputs_are_what_operations_change(
         assert places <= set(OUTPUTS[name]), name
         # scratch words of a slice of logits aside, every output was written
         assert places == {i for i in OUTPUTS[name]} - missing(name, kind), name
-    extra = {"qwen3": {"qk_norm", "qk_norm_backward"}, "recompute": {"swiglu_again"}}
+    extra = {
+        "qwen3": {"qk_norm", "qk_norm_backward"},
+        "recompute": {"swiglu_again"},
+        "ffn": {"linear_swiglu_again"},
+    }
     never = set().union(*extra.values()) - extra.get(kind, set())
     assert set(changed) - SILENT == set(OUTPUTS) - never
 
@@ -241,12 +248,12 @@ POISON = """
 import numpy
 numpy.seterr(all="ignore")
 from llmq_nb.model.engine_cpu import CpuOps
-real = CpuOps.swiglu
-def swiglu(self, y, gate_up):
-    real(self, y, gate_up)
+real = CpuOps.linear_swiglu
+def linear_swiglu(self, y, gate_up, x, weight):
+    real(self, y, gate_up, x, weight)
     if self.scalars.update == 9 and y.name.endswith(".1"):
         y.data[2, 3] = float("inf")
-CpuOps.swiglu = swiglu
+CpuOps.linear_swiglu = linear_swiglu
 """
 
 
@@ -259,7 +266,7 @@ def test_from_a_stopped_run_to_the_bad_tensor(cli: Cli, tmp_path: Path) -> None:
     assert shown.code == 0, shown.err
     assert "from the state after step 4" in shown.out
     assert "first bad tensor: activation block/act.1, layer 1: inf at [2, 3], 1 of" in shown.out
-    assert "micro-step 1, written by swiglu" in shown.out and "(the log's bits)" in shown.out
+    assert "micro-step 1, written by linear_swiglu" in shown.out and "(the log's bits)" in shown.out
     healthy = cli("replay", "out", "--step", "5", "--json", cwd=folder)
     answer = json.loads(healthy.out)
     assert answer["bad"] is None and answer["same_bits"] is False and answer["begin"] == 4

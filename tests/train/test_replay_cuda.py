@@ -48,10 +48,10 @@ def test_a_step_again(matmul: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.begin == 4 and found.bad is None and found.same_bits is True
     import llmq_nb.train.replay as module
 
-    real, watch, calls = CudaOps.swiglu, module.watch, [0]
+    real, watch, calls = CudaOps.linear_swiglu, module.watch, [0]
 
-    def swiglu(self: Any, y: Any, gate_up: Any) -> None:
-        real(self, y, gate_up)
+    def linear_swiglu(self: Any, y: Any, *inputs: Any) -> None:
+        real(self, y, *inputs)
         calls[0] += 1
         if calls[0] == 6:  # layer 1 of the second micro-step: the model has four
             row = self.read(y.rows(3, 4))
@@ -59,12 +59,12 @@ def test_a_step_again(matmul: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             self.write(y.rows(3, 4), row)
 
     def patched(trainer: Any) -> Any:
-        monkeypatch.setattr(CudaOps, "swiglu", swiglu)
+        monkeypatch.setattr(CudaOps, "linear_swiglu", linear_swiglu)
         return watch(trainer)
 
     monkeypatch.setattr(module, "watch", patched)
     bad = replay(tmp_path / "run", 7, silent).bad
-    assert bad is not None and bad.operation == "swiglu"
+    assert bad is not None and bad.operation == "linear_swiglu"
     assert (bad.layer, bad.micro_step, bad.element, bad.count) == (1, 1, (3, 5), 1)
 
 

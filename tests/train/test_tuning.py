@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
+from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.attention_choice import KERNELS, AttentionShape, chosen_tiles, is_attention
 from llmq_nb.kernels.attention_launch import candidates, default_tiles
+from llmq_nb.kernels.matmul import Products, Shape
+from llmq_nb.kernels.matmul_swiglu import FusedProduct
 from llmq_nb.train import tuning
-from llmq_nb.train.tuning import Timed, keep_machine_tuning, known_tuning, machine_tuning
+from llmq_nb.train.tuning import (
+    Timed,
+    keep_apart,
+    keep_machine_tuning,
+    known_tuning,
+    machine_tuning,
+)
 from tests.e2e.runs import Cli, make_run
 
 CARD: Any = SimpleNamespace(name="NVIDIA X/Y 16")
@@ -60,6 +69,29 @@ def test_a_torn_file_counts_as_none(machine: Path, text: str) -> None:
 def test_cards_do_not_share(machine: Path) -> None:
     keep_machine_tuning(CARD, {"a": 1})
     assert machine_tuning(SimpleNamespace(name="NVIDIA X/Y 24")) == {}  # type: ignore[arg-type]
+
+
+def test_a_run_from_before_fused_products_keeps_them_apart(machine: Path) -> None:
+    """Its gate+up product alone has a choice; a new run, or one that chose, is left as it is."""
+    alone = Shape("forward", 7, 96, 48, DType.BF16, DType.BF16)
+    fused, other = dataclasses.replace(alone, swiglu=True), dataclasses.replace(alone, M=48)
+    names = str(alone), str(fused), str(other)
+    for saved, want in (
+        ({names[0]: 3, names[2]: 1}, 0),
+        ({names[0]: 3, names[1]: 2}, 2),
+        (None, 1),
+    ):
+        keep_machine_tuning(CARD, {names[0]: 0, names[1]: 1}, replace=True)
+        products = Products(device=0, workspace=0, choices=known_tuning(CARD, saved))
+        library: Any = SimpleNamespace()
+        for shape in (alone, fused, other):  # as they are planned before this is called
+            choice = products.choices.get(str(shape), 0)
+            made = FusedProduct(shape, library, algorithm=choice) if shape.swiglu else library
+            products._plans[shape] = made
+        before = dict(products.choices)
+        keep_apart(products, saved)
+        assert products.choices == before | {names[1]: want}
+        assert products.plan(fused).algorithm == want
 
 
 def test_a_resumed_run_keeps_its_own_choices(machine: Path) -> None:

@@ -217,6 +217,13 @@ class CpuOps:
         if dbias is not None:
             linear.bias_gradient(dbias.data, dy.data, accumulate=accumulate)
 
+    def linear_swiglu(self, y: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+        self.linear(gate_up, x, weight)
+        self.swiglu(y, gate_up)
+
+    def linear_swiglu_again(self, y: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+        self.linear_swiglu(y, gate_up, x, weight)
+
     def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
         linear.swiglu(y.data, gate_up.data)
 

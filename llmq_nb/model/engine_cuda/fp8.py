@@ -86,15 +86,26 @@ class Fp8Products:
 
     def linear(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """y = x weight^T + bias."""
+        operands, _ = self.forward_operands(x, weight)
+        shape = self.forward_shape(x.shape[0], weight, y, bias=bias is not None)
+        address = bias.data if bias is not None else 0
+        self._product(shape, y, _slot(x), _slot(weight), *operands, bias=address)
+
+    def forward_shape(self, rows: int, weight: Tensor, y: Tensor, **options: bool) -> Shape:
+        """The product of `linear`. options: of Shape."""
+        M, K = weight.shape
+        return self._shape("forward", rows, M, K, DType.E4M3, y.dtype, **options)
+
+    def forward_operands(
+        self, x: Tensor, weight: Tensor
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Make the codes of x and weight; addresses of both, and of their scales."""
         a, b = _slot(x), _slot(weight)
         if self.counts_health and a.forward_only:
             self.count_health(x)
         self._quantize(x, row_major=True, transposed=a.kept)
         self._weight(weight, transposed=False)
-        N, M, K = x.shape[0], *weight.shape
-        shape = self._shape("forward", N, M, K, DType.E4M3, y.dtype, bias=bias is not None)
-        address = bias.data if bias is not None else 0
-        self._product(shape, y, a, b, _data(a.codes), _data(b.codes), bias=address)
+        return (_data(a.codes), _data(b.codes)), (a.scale, b.scale)
 
     def linear_backward(
         self,
@@ -154,12 +165,11 @@ class Fp8Products:
             )
 
     def _shape(
-        self, kind: Kind, N: int, M: int, K: int, operand: DType, out: DType, *, bias: bool = False,
-        accumulate: bool = False,
-    ) -> Shape:  # fmt: skip
+        self, kind: Kind, N: int, M: int, K: int, operand: DType, out: DType, **options: bool
+    ) -> Shape:
         if self.hardware:
-            return Shape(kind, N, M, K, operand, out, bias, accumulate, fast=self.fast)
-        return Shape(kind, N, M, K, DType.BF16, out, bias, accumulate, codes=True)
+            return Shape(kind, N, M, K, operand, out, fast=self.fast, **options)
+        return Shape(kind, N, M, K, DType.BF16, out, codes=True, **options)
 
     def _product(
         self, shape: Shape, out: Tensor, a: Fp8Slot, b: Fp8Slot, first: int, second: int,

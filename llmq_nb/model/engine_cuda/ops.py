@@ -31,6 +31,7 @@ from llmq_nb.kernels import (
 )
 from llmq_nb.kernels.attention_choice import AttentionShape, chosen_tiles
 from llmq_nb.kernels.matmul import Products, Shape
+from llmq_nb.kernels.matmul_swiglu import has_kernel
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
 from llmq_nb.model.engine_cuda.fp8 import Fp8Products
@@ -273,6 +274,36 @@ class CudaOps(UpdateOps):
                 dbias.data, dy.data, scratch=self._scratch, rows=N, M=M, accumulate=accumulate,
                 grad_dtype=dbias.dtype, **self._common(dy),
             )  # fmt: skip
+
+    def linear_swiglu(self, y: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+        self._linear_swiglu(y, gate_up, x, weight, again=False)
+
+    def linear_swiglu_again(self, y: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor) -> None:
+        self._linear_swiglu(y, gate_up, x, weight, again=True)
+
+    def _linear_swiglu(
+        self, y: Tensor, gate_up: Tensor, x: Tensor, weight: Tensor, *, again: bool
+    ) -> None:
+        """One kernel where the GPU has it and tuning chose it. A repeat takes the same path: the
+        two need not round alike."""
+        N, M, K = x.shape[0], *weight.shape
+        codes_only = again and y.fp8 is not None and y.fp8.made_again
+        shape = Shape("forward", N, M, K, x.dtype, gate_up.dtype, swiglu=True)
+        if weight.fp8 is not None:
+            shape = self.fp8.forward_shape(N, weight, gate_up, swiglu=True)
+        if not has_kernel(self.device.cc, shape):
+            self.linear(gate_up, x, weight)
+            (self.swiglu_again if again else self.swiglu)(y, gate_up)
+            return
+        operands, scales = (x.data, weight.data), ()
+        if weight.fp8 is not None:
+            operands, scales = self.fp8.forward_operands(x, weight)
+        self.products.with_swiglu(
+            shape, 0 if codes_only else y.data, gate_up.data, *operands, absmax=_absmax(y),
+            scales=scales, stream=self.stream,
+        )  # fmt: skip
+        if codes_only:
+            self.fp8.swiglu_codes(y, gate_up)
 
     def swiglu(self, y: Tensor, gate_up: Tensor) -> None:
         rows, F = y.shape
