@@ -299,7 +299,7 @@ class CudaOps(UpdateOps):
         if weight.fp8 is not None:
             operands, scales = self.fp8.forward_operands(x, weight)
         self.products.with_swiglu(
-            shape, 0 if codes_only else y.data, gate_up.data, *operands, absmax=_absmax(y),
+            shape, 0 if codes_only else y.data, gate_up.data, *operands, absmax=absmax_of(y),
             scales=scales, stream=self.stream,
         )  # fmt: skip
         if codes_only:
