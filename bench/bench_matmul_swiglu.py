@@ -13,7 +13,8 @@ import numpy as np
 from bench.harness import Bench
 from llmq_nb.core import device as core
 from llmq_nb.core.dtype import DType
-from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Products, Shape
+from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Shape
+from llmq_nb.kernels.products import Products
 
 CASES = {
     "0.5B": (32768, 4864, 896), "1.5B": (32768, 8960, 1536), "3B": (16384, 11008, 2048),
@@ -43,7 +44,7 @@ def run(model: str, form: str) -> None:
                 core.driver().cuMemcpyHtoD(address, values.ctypes.data, values.nbytes), "upload"
             )
         products.choices[str(shape)] = 0
-        products.tune(memory, 4 * room, stream=int(b.stream))
+        products.tune(memory, 4 * room, stream=int(b.stream), progress=lambda _: None)
         common = {"workspace": workspace, "stream": int(b.stream), "act": act}
         if dtype.is_fp8:
             common |= {"scales": (scale, scale), "absmax": b.zeros(4)}

@@ -13,6 +13,7 @@ limit; an earlier file of lines (`done`) is not measured again.
 import dataclasses
 import itertools
 import json
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from llmq_nb.core.device import create_event, elapsed_seconds, open_device, reco
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.host import pinnable_bytes
 from llmq_nb.core.sizes import parse_bytes
+from llmq_nb.kernels import products
 from llmq_nb.model.families import preset
 from llmq_nb.offload.pinned import Registered
 from llmq_nb.plan.buffers import Plan
@@ -157,6 +159,7 @@ def run_model(model: str, limits: list[str], seconds: float, known: Done) -> Non
     available = pinnable_bytes()
     host = None if available is None else available - 2 * PYTHON
     cuda_seat.host_memory = lambda plan, config: Pool(_chunks(plan))  # pyright: ignore
+    products.LARGE = math.inf  # so many settings: short runs must choose the products
     updates: Updates = {}
     for index, text in enumerate(limits):
         config = base(model, text)

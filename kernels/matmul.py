@@ -18,23 +18,20 @@ FP8      x and weight in e4m3, dy in e4m3 or e5m2, output bfloat16, times both t
 Errors   K products summed in float32, then one rounding to the output. Adding to a BF16 output
          rounds twice: the library rounds the product before it adds (seen on an H200, cuBLASLt
          13.1).
-Choice   The heuristic's candidates are in its order; `tune` times them. A choice is kept for the
-         machine and with the run, so the bits stay. Split-K sums that would depend on the order in
-         which blocks finish are excluded (REDUCTION_SCHEME_MASK).
+Choice   Candidates are the heuristic's, in its order, then the same with their tiles handed to the
+         blocks in the other order; products.py times them. Split-K sums that would depend on the
+         order in which blocks finish are excluded (REDUCTION_SCHEME_MASK).
 
 Source   cuBLAS library documentation, cublasLtMatmul.
 """
 
-import dataclasses
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 
-from llmq_nb.core.device import create_event, elapsed_seconds, record_event
 from llmq_nb.core.dtype import DType
-from llmq_nb.kernels.launch import is_preparing
-from llmq_nb.kernels.matmul_swiglu import FusedProduct
 
 Kind = Literal["forward", "dgrad", "wgrad"]
 COMPUTE_32F, R_32F = 68, 0
@@ -44,14 +41,11 @@ DEVICE_POINTERS = 1
 WORKSPACE_BYTES = 32 << 20
 CANDIDATES = 8
 """Algorithms asked of the heuristic."""
-TIMINGS = 4
-WORTHWHILE = 0.98
-"""Share of the first candidate's time below which another one is taken."""
 FIXED_ORDER_SPLITS = 0b010
 """Reduction schemes: none, or partial sums in float32 in the workspace, added in a fixed order."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
     """A product: N rows, M outputs, K inputs as in the docstring, whatever the kind."""
 
@@ -156,7 +150,9 @@ class Product:
         self._alpha = self._scalars.ctypes.data
         self._beta = self._alpha + 4
         self._bias_attribute = attributes.BIAS_POINTER
-        self._found, self.count = self._heuristic()
+        found = self._heuristic()
+        self._found = np.concatenate([found, *self._other_orders(found)])
+        self.count = len(self._found)
         self.choose(algorithm)
 
     def choose(self, algorithm: int) -> None:
@@ -194,7 +190,8 @@ class Product:
         held = np.array([value], kind)
         lt.matmul_desc_set_attribute(self._descriptor, attribute, held.ctypes.data, held.nbytes)
 
-    def _heuristic(self) -> tuple[Any, int]:
+    def _heuristic(self) -> Any:
+        """The library's candidates, its favourite first."""
         lt = _lt()
         preference = lt.matmul_preference_create()
         names = lt.MatmulPreferenceAttribute
@@ -218,119 +215,30 @@ class Product:
         lt.matmul_preference_destroy(preference)
         if count[0] == 0:
             raise RuntimeError(f"cuBLASLt has no algorithm for {self.shape}")
-        return found, int(count[0])
+        return found[: count[0]]
 
-
-class Products:
-    """The products of one rank: a plan a shape, made on first use.
-
-    choices: index of the algorithm by shape's name, from a tuning file; shapes that are not in it
-    take the first candidate.
-    """
-
-    def __init__(self, *, device: int, workspace: int, choices: dict[str, int] | None = None):
-        self.device, self.workspace = device, workspace
-        self.choices = dict(choices or {})
-        self._plans: dict[Shape, Any] = {}
-
-    def plan(self, shape: Shape) -> Any:
-        """The plan of a shape: a Product, or of a swiglu shape a FusedProduct."""
-        found = self._plans.get(shape)
-        if found is None:
-            algorithm = self.choices.get(str(shape), 0)
-            if shape.swiglu:
-                plain = self.plan(dataclasses.replace(shape, swiglu=False))
-                found = FusedProduct(shape, plain, algorithm=algorithm)
-            else:
-                found = Product(shape, device=self.device, algorithm=algorithm)
-            self._plans[shape] = found
-        return found
-
-    @property
-    def shapes(self) -> list[Shape]:
-        """The shapes in use."""
-        return list(self._plans)
-
-    def timing_order(self) -> list[Shape]:
-        """The shapes in use, as they must be timed in one memory: results lie behind the operands,
-        so what a smaller product reads was never written; a product before it with SwiGLU, of
-        which it is a part."""
-        return sorted(self._plans, key=lambda s: (-s.timing_room, s.swiglu))
-
-    def __call__(
-        self, shape: Shape, out: int, x: int, y: int, *, stream: int, bias: int = 0,
-        scales: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
-        """Launch a product (see `Product.__call__`); only plan it while launches are prepared."""
-        plan = self.plan(shape)
-        if not is_preparing():
-            plan(out, x, y, workspace=self.workspace, stream=stream, bias=bias, scales=scales)
-
-    def with_swiglu(
-        self, shape: Shape, act: int, gate_up: int, x: int, weight: int, *, stream: int,
-        absmax: int = 0, scales: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
-        """Launch a swiglu shape; act: 0 if only gate_up is wanted. absmax: of act, or 0."""
-        self.plan(shape)(
-            gate_up, x, weight, act=act, absmax=absmax, workspace=self.workspace, stream=stream,
-            scales=scales,
-        )  # fmt: skip
-
-    def tune(self, memory: int, nbytes: int, *, stream: int) -> dict[str, int]:
-        """Time the candidates of every shape in use that has no choice yet, and choose. Returns
-        these choices.
-
-        memory: where operands and results may lie (overwritten), nbytes of values that are finite
-        in every format. A shape that needs more keeps the first candidate for now.
-        """
-        made = {}
-        for shape in self.timing_order():
-            plan = self._plans[shape]
-            if str(shape) in self.choices or shape.timing_bytes > nbytes:
-                continue
-            seconds = self.times(plan, memory, stream=stream)
-            best = int(np.argmin(seconds))
-            # a candidate must be clearly faster than the heuristic's first
-            chosen = best if seconds[best] < WORTHWHILE * seconds[0] else 0
-            plan.choose(chosen)
-            self.choices[str(shape)] = made[str(shape)] = chosen
-        return made
-
-    def take(self, choices: dict[str, int]) -> None:
-        """Use what another rank has chosen."""
-        if choices is self.choices:
-            return
-        self.choices.update(choices)
-        for shape, plan in self._plans.items():
-            plan.choose(self.choices.get(str(shape), 0))
-
-    def times(self, plan: Any, memory: int, *, stream: int) -> list[float]:
-        """Seconds of a launch with each candidate, in their order; memory as in `tune`."""
-        room, seconds = plan.shape.timing_room, []
-        for candidate in range(plan.count):
-            plan.choose(candidate)
-            seconds.append(self._time(plan, memory, room, stream))
-        return seconds
-
-    def _time(self, plan: Any, memory: int, room: int, stream: int) -> float:
-        """Best of a few timings of two launches in a row, a launch [s]."""
-        extra = {"bias": memory} if plan.shape.bias else {}
-        if plan.shape.swiglu:
-            absmax = memory + 2 * room if plan.shape.quantised else 0
-            extra = {"act": memory + 3 * room, "absmax": absmax}
-        scales = (memory, memory)[: 1 if plan.shape.codes else 2] if plan.shape.quantised else ()
-        seconds = []
-        for _ in range(TIMINGS):
-            start, end = create_event(timing=True), create_event(timing=True)
-            record_event(start, stream)
-            for _ in range(2):
-                plan(
-                    memory + 2 * room, memory, memory + room,
-                    workspace=self.workspace, stream=stream, scales=scales, **extra,
+    def _other_orders(self, found: Any) -> list[Any]:
+        """The candidates with the other order of tiles, where the library has them."""
+        lt = _lt()
+        order = lt.MatmulAlgoConfigAttribute.CTA_SWIZZLING
+        value, size, others = np.zeros(1, np.uint32), np.zeros(1, np.uint64), []
+        for i in range(len(found)):
+            other, checked = found[i : i + 1].copy(), np.zeros(1, found.dtype)
+            algorithm = other.ctypes.data
+            buffer = value.ctypes.data, value.nbytes
+            try:
+                lt.matmul_algo_config_get_attribute(algorithm, order, *buffer, size.ctypes.data)
+                value ^= 1
+                lt.matmul_algo_config_set_attribute(algorithm, order, *buffer)
+                lt.matmul_algo_check(
+                    self._handle, self._descriptor, self._a, self._b, self._c, self._c, algorithm,
+                    checked.ctypes.data,
                 )  # fmt: skip
-            record_event(end, stream)
-            seconds.append(elapsed_seconds(start, end) / 2)
-        return min(seconds)
+            except lt.cuBLASLtError:
+                continue
+            if checked["workspace_size"][0] <= WORKSPACE_BYTES:
+                others.append(other)
+        return others
 
 
 def matmul_ref(kind: Kind, first: Any, second: Any, *, bias: Any = None, before: Any = None) -> Any:

@@ -7,6 +7,7 @@ model (`plan.cost`) gives it on this card.
 
 import dataclasses
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -214,7 +215,8 @@ def measure_products(model: ModelConfig, rows: int) -> list[dict[str, Any]]:
     """TFLOP/s of the products of a model's training step in BF16, with the candidates' spread."""
     from llmq_nb.core.device import allocate, create_stream, free, open_device
     from llmq_nb.kernels.elementwise import fill_normal_launch
-    from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Kind, Product, Products, Shape
+    from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Kind, Product, Shape
+    from llmq_nb.kernels.products import Products
 
     device, bf16 = open_device(), DType.BF16
     stream = int(create_stream())
@@ -237,7 +239,7 @@ def measure_products(model: ModelConfig, rows: int) -> list[dict[str, Any]]:
             shape = Shape(kind, rows, m, k, bf16, bf16, accumulate=kind == "wgrad")
             plan: Product = products.plan(shape)
             seconds = products.times(plan, memory, stream=stream)
-            rates = [round(shape.flops / s / 1e12, 1) for s in seconds]
+            rates = [round(shape.flops / s / 1e12, 1) for s in seconds if math.isfinite(s)]
             out.append({"product": name, "shape": str(shape), "tflop_per_s": rates})
     free(memory)
     return out

@@ -221,7 +221,14 @@ class CudaEngine:
         keep_apart(products, saved)
         self.device.make_current()
         self.ops.fill_memory(self.base, self.plan.total)  # zeros would draw less power
-        made = products.tune(self.base, self.plan.total, stream=self.stream)
+        said: list[str] = []
+
+        def progress(line: str) -> None:
+            if not said:
+                announce(f"timing products, once on this machine for each shape ({line}, ...)")
+            said.append(line)
+
+        made = products.tune(self.base, self.plan.total, stream=self.stream, progress=progress)
         keep_machine_tuning(self.device, made)  # not what the run had: keep_apart assumes some
         for seat, rank in zip(self.seats, self.ranks, strict=True):
             seat.ops.products.take(products.choices)

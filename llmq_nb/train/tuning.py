@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from llmq_nb.core.device import Device, allocate, free, synchronize_stream
 from llmq_nb.core.errors import UserError
 from llmq_nb.core.sizes import format_bytes
@@ -26,12 +24,14 @@ from llmq_nb.kernels.attention_choice import (
 )
 from llmq_nb.kernels.attention_launch import candidates
 from llmq_nb.kernels.cache import cache_folder, write_atomically
-from llmq_nb.kernels.matmul import WORKSPACE_BYTES, WORTHWHILE, Products, library_version
+from llmq_nb.kernels.matmul import WORKSPACE_BYTES, library_version
+from llmq_nb.kernels.products import Products, best_of
 from llmq_nb.model.engine_cuda.ops import CudaOps
 
 Choices = dict[str, int]
-VERSION = 2
-"""Of the file: 1 had FP8 products timed on codes some of which were no numbers."""
+VERSION = 3
+"""Of the file: 1 had FP8 products timed on codes some of which were no numbers, 2 all products in
+short runs."""
 RESERVE = 256 << 20
 """Device memory left free while timing, for modules and cuBLASLt [bytes]."""
 
@@ -42,14 +42,13 @@ class Timed:
 
     name: str
     seconds: list[float]
-    """Of a launch with each candidate; the first is the default."""
+    """Of a launch with each candidate, infinite if ruled out; the first is the default."""
     labels: list[str]
 
     @property
     def chosen(self) -> int:
         """The fastest, if it is clearly faster than the default."""
-        best = int(np.argmin(self.seconds))
-        return best if self.seconds[best] < WORTHWHILE * self.seconds[0] else 0
+        return best_of(self.seconds)
 
 
 # ---- the machine's file ------------------------------------------------------------------------

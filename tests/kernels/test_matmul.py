@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llmq_nb.core.dtype import FP8_MAX, DType
-from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Kind, Products, Shape, matmul_ref
+from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Kind, Shape, matmul_ref
+from llmq_nb.kernels.products import Products
 from tests.kernels.harness import Device
 
 U32 = 2.0**-24
@@ -77,7 +78,7 @@ def test_bias_and_accumulation(gpu, dtype):
 
 
 @pytest.mark.gpu
-def test_every_candidate_repeats_its_bits(gpu):
+def test_every_candidate_is_right_and_repeats_its_bits(gpu):
     """Algorithms whose sums depend on which block finishes first are excluded."""
     rng = np.random.default_rng(1)
     N, M, K = 4096, 128, 96  # a long inner extent and a small output: split K is tempting
@@ -87,6 +88,9 @@ def test_every_candidate_repeats_its_bits(gpu):
     plan = Products(device=0, workspace=workspace.address).plan(
         Shape("wgrad", N, M, K, DType.BF16, DType.BF16)
     )
+    want = matmul_ref("wgrad", dy, x)
+    sums = matmul_ref("wgrad", np.abs(dy.astype(np.float64)), np.abs(x.astype(np.float64)))
+    bound = 4 * N**0.5 * U32 * sums + 2.0**-8 * np.abs(want)
     for algorithm in range(plan.count):
         plan.choose(algorithm)
         results = []
@@ -95,6 +99,8 @@ def test_every_candidate_repeats_its_bits(gpu):
             plan(out.address, a, b, workspace=workspace.address, stream=int(gpu.stream))
             results.append(out.numpy().view(np.uint16))
         assert all((r == results[0]).all() for r in results), algorithm
+        error = np.abs(results[0].view(ml_dtypes.bfloat16).astype(np.float64) - want)
+        assert (error <= bound).all(), algorithm
 
 
 def quantised(rng: np.random.Generator, rows: int, columns: int, dtype: DType):

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from llmq_nb.core.dtype import FP8_MAX, DType
-from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Products, Shape
+from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Shape
 from llmq_nb.kernels.matmul_swiglu import GROUPS, has_kernel, matmul_swiglu_launch
+from llmq_nb.kernels.products import Products
 from llmq_nb.kernels.swiglu import swiglu_forward_launch
 from tests.kernels.harness import U16, U32, assert_within
 
@@ -127,7 +128,9 @@ def test_candidates_of_the_products(gpu: Any, form: str) -> None:
         assert (act.numpy().view(np.uint16) == apart.numpy().view(np.uint16)).all(), algorithm
     room = -(-2 * max(N * 2 * F, N * K, 2 * F * K) // 256) * 256
     memory = gpu.zeros((4 * room + 256,), np.uint8)
-    products.tune(-(-memory.address // 256) * 256, 4 * room, stream=int(gpu.stream))
+    products.tune(
+        -(-memory.address // 256) * 256, 4 * room, stream=int(gpu.stream), progress=lambda _: None
+    )
     assert products.choices[str(shape)] == products.plan(shape).algorithm
     assert set(products.choices) == {str(shape), str(products.plan(shape).plain.shape)}
 

@@ -14,7 +14,8 @@ from llmq_nb.core.tensor import Fp8Slot, Tensor
 from llmq_nb.kernels.alpha import alpha_launch
 from llmq_nb.kernels.elementwise import absmax_launch, clear_launch
 from llmq_nb.kernels.fp8_health import fp8_health_launch
-from llmq_nb.kernels.matmul import Kind, Products, Shape
+from llmq_nb.kernels.matmul import Kind, Shape
+from llmq_nb.kernels.products import Products
 from llmq_nb.kernels.quantize import decode_launch, quantize_launch, quantize_transpose_launch
 from llmq_nb.kernels.swiglu import swiglu_quantize_launch
 from llmq_nb.kernels.transpose_bytes import transpose_bytes_launch

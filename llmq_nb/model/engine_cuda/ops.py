@@ -30,8 +30,9 @@ from llmq_nb.kernels import (
     swiglu,
 )
 from llmq_nb.kernels.attention_choice import AttentionShape, chosen_tiles
-from llmq_nb.kernels.matmul import Products, Shape
+from llmq_nb.kernels.matmul import Shape
 from llmq_nb.kernels.matmul_swiglu import has_kernel
+from llmq_nb.kernels.products import Products
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
 from llmq_nb.model.engine_cuda.fp8 import Fp8Products
