@@ -62,7 +62,8 @@ class Shape:
     fast: bool = False
     """FP8: without the periodic promotion of the sums (precision.fast_accumulation)."""
     swiglu: bool = False
-    """Forward: followed by SwiGLU of the output, see FusedProduct."""
+    """Forward: followed by SwiGLU of the output, see FusedProduct. Data gradient: by SwiGLU
+    backward, see FusedGradient."""
 
     @property
     def timing_room(self) -> int:
@@ -72,8 +73,9 @@ class Shape:
 
     @property
     def timing_bytes(self) -> int:
-        """Memory that timing it needs: a room for each of its matrices."""
-        return (4 if self.swiglu else 3) * self.timing_room
+        """Memory that timing it needs: a room for each of its matrices, two for twice its width."""
+        rooms = {"forward": 4, "dgrad": 7}[self.kind] if self.swiglu else 3
+        return rooms * self.timing_room
 
     @property
     def quantised(self) -> bool:

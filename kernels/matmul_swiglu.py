@@ -24,8 +24,15 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.attention_hopper_tiles import CC, persistent_grid
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, is_preparing, kernel
-from llmq_nb.kernels.matmul_swiglu_hopper import OPTIONS, SIGNATURE, THREADS, make_matmul_swiglu
-from llmq_nb.kernels.matmul_swiglu_tiles import CLUSTER, COLUMNS, ROWS, SHARED_BYTES, STEP_BYTES
+from llmq_nb.kernels.matmul_swiglu_hopper import OPTIONS, SIGNATURE, make_matmul_swiglu
+from llmq_nb.kernels.matmul_swiglu_tiles import (
+    ACT_COLUMNS,
+    CLUSTER,
+    ROWS,
+    SHARED_BYTES,
+    STEP_BYTES,
+    THREADS,
+)
 from llmq_nb.kernels.swiglu import swiglu_forward_launch, swiglu_forward_ref
 from llmq_nb.kernels.tensor_map import tensor_map
 
@@ -60,19 +67,18 @@ def matmul_swiglu_launch(
     """
     launch = kernel(
         make_matmul_swiglu, SIGNATURE, THREADS, SHARED_BYTES, OPTIONS, kind=str(dtype),
-        promote=dtype.is_fp8 and not fast, act=bool(act), absmax=bool(absmax),
+        promote=dtype.is_fp8 and not fast, forward=True, act=bool(act), absmax=bool(absmax),
     )  # fmt: skip
     step, row_bytes = STEP_BYTES // dtype.itemsize, K * dtype.itemsize
     x_map = tensor_map(x, (K, rows), (row_bytes,), (step, ROWS), dtype)
-    share = (step, COLUMNS // CLUSTER, 2)  # as many gate as up rows
+    share = (step, ACT_COLUMNS // CLUSTER, 2)  # as many gate as up rows
     weight_map = tensor_map(weight, (K, F, 2), (row_bytes, F * row_bytes), share, dtype)
     gate_up_map = tensor_map(gate_up, (F, 2, rows), (2 * F, 4 * F), (64, 1, 16))
-    act_map = tensor_map(act, (F, rows), (2 * F,), (64, 16)) if act else 0
-    row_tiles, column_tiles = cdiv(rows, CLUSTER * ROWS), cdiv(F, COLUMNS)
+    row_tiles, column_tiles = cdiv(rows, CLUSTER * ROWS), cdiv(F, ACT_COLUMNS)
     blocks = persistent_grid(row_tiles * column_tiles * CLUSTER) // CLUSTER * CLUSTER
     launch(
-        stream, (blocks,), gate_up_map, act_map, absmax, x_map, weight_map, *(scales or (0, 0)),
-        row_tiles, column_tiles, cdiv(K, step), group,
+        stream, (blocks,), gate_up_map, act, 0, absmax, x_map, weight_map, *(scales or (0, 0)),
+        rows, F, row_tiles, column_tiles, cdiv(K, step), group,
     )  # fmt: skip
 
 
@@ -128,7 +134,8 @@ def matmul_swiglu_ref(
 
 COMPILE_CASES = [
     CompileCase(
-        make_matmul_swiglu, {"kind": kind, "promote": promote, "act": act, "absmax": absmax},
+        make_matmul_swiglu,
+        {"kind": kind, "promote": promote, "forward": True, "act": act, "absmax": absmax},
         SIGNATURE, THREADS, SHARED_BYTES, OPTIONS, only_cc=CC,
     )
     for kind, promote, act, absmax in (

@@ -20,6 +20,7 @@ from llmq_nb.core.device import create_event, elapsed_seconds, record_event
 from llmq_nb.kernels.launch import is_preparing
 from llmq_nb.kernels.matmul import Product, Shape
 from llmq_nb.kernels.matmul_swiglu import FusedProduct
+from llmq_nb.kernels.matmul_swiglu_backward import FusedGradient
 
 TIMINGS = 4
 """Short runs of a candidate."""
@@ -52,13 +53,14 @@ class Products:
         self._plans: dict[Shape, Any] = {}
 
     def plan(self, shape: Shape) -> Any:
-        """The plan of a shape: a Product, or of a swiglu shape a FusedProduct."""
+        """The plan of a shape: a Product, or of a swiglu shape a FusedProduct or FusedGradient."""
         found = self._plans.get(shape)
         if found is None:
             algorithm = self.choices.get(str(shape), 0)
             if shape.swiglu:
                 plain = self.plan(dataclasses.replace(shape, swiglu=False))
-                found = FusedProduct(shape, plain, algorithm=algorithm)
+                fused = FusedProduct if shape.kind == "forward" else FusedGradient
+                found = fused(shape, plain, algorithm=algorithm)
             else:
                 found = Product(shape, device=self.device, algorithm=algorithm)
             self._plans[shape] = found
@@ -92,6 +94,16 @@ class Products:
         self.plan(shape)(
             gate_up, x, weight, act=act, absmax=absmax, workspace=self.workspace, stream=stream,
             scales=scales,
+        )  # fmt: skip
+
+    def with_swiglu_backward(
+        self, shape: Shape, dgate_up: int, dact: int, dy: int, weight: int, gate_up: int, *,
+        stream: int, absmax: int = 0, scales: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """Launch the swiglu shape of a data gradient; dact: room for it."""
+        self.plan(shape)(
+            dgate_up, dy, weight, gate_up=gate_up, dact=dact, absmax=absmax,
+            workspace=self.workspace, stream=stream, scales=scales,
         )  # fmt: skip
 
     def tune(
@@ -150,12 +162,17 @@ class Products:
         """Launch a plan with operands and results in memory, as they lie for timing."""
         shape, room = plan.shape, plan.shape.timing_room
         extra: dict[str, Any] = {"bias": memory} if shape.bias else {}
-        if shape.swiglu:
-            absmax = memory + 2 * room if shape.quantised else 0
-            extra = {"act": memory + 3 * room, "absmax": absmax}
+        out = memory + 2 * room
+        if shape.swiglu and shape.kind == "forward":
+            extra = {"act": memory + 3 * room}
+        elif shape.swiglu:  # gate and up may be what larger products left there: finite as well
+            out = memory + 4 * room
+            extra = {"gate_up": memory + 2 * room, "dact": memory + 6 * room}
+        if shape.swiglu and shape.quantised:
+            extra["absmax"] = out
         if shape.quantised:
             extra["scales"] = (memory, memory)[: 1 if shape.codes else 2]
-        addresses = memory + 2 * room, memory, memory + room
+        addresses = out, memory, memory + room
         return lambda: plan(*addresses, workspace=self.workspace, stream=stream, **extra)
 
 

@@ -46,6 +46,9 @@ bulk_g2s = asm_op(  # (shared destination, global source, bytes, barrier)
     "rlrr",
     **_STORE,
 )
+bulk_prefetch = asm_op(  # global source, bytes: into the L2 cache
+    "bulk_prefetch", "cp.async.bulk.prefetch.L2.global [$0], $1;", "", "lr", **_STORE
+)
 # (shared destination, tensor map, coordinates innermost first, barrier)
 tma_2d = asm_op("tma_2d", _TMA.format(2, "") + "[$0], [$1, {$2, $3}], [$4];", "", "rlrrr", **_STORE)
 tma_3d = asm_op(

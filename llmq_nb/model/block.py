@@ -69,8 +69,9 @@ def block_backward(
 ) -> None:
     """The forward's list reversed: from g.residual to g.residual_in. dw: (+)=."""
     # y = h + Wdown act: the residual's gradient is also the product's
-    ops.linear_backward(g.act, dw.down, None, g.residual, a.act, w.down, accumulate=accumulate)
-    ops.swiglu_backward(g.gate_up, g.act, a.gate_up)
+    ops.linear_swiglu_backward(
+        g.gate_up, g.act, dw.down, g.residual, a.act, w.down, a.gate_up, accumulate=accumulate
+    )
     ops.linear_backward(
         g.norm_in, dw.gate_up, None, g.gate_up, a.mlp_in, w.gate_up, accumulate=accumulate
     )

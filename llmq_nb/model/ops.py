@@ -211,8 +211,24 @@ class Ops(Protocol):
         """y again, from gate_up. Its absmax is known: an engine may leave its codes alone."""
         ...
 
-    def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
-        """dup = dy silu(gate); dgate = dy up silu'(gate). Shapes as in `linear_swiglu`."""
+    def linear_swiglu_backward(
+        self,
+        dgate_up: Tensor,
+        dact: Tensor,
+        dweight: Tensor,
+        dy: Tensor,
+        act: Tensor,
+        weight: Tensor,
+        gate_up: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None:
+        """Back through y = act weight^T and act = SwiGLU(gate_up), in this order: dweight (+)= dy^T
+        act; dact = dy weight, rounded; dup = dact silu(gate), dgate = dact up silu'(gate).
+
+        dact is room: an engine may leave it unwritten. weight: (C, F), dy: (N, C), others as in
+        `linear_swiglu`.
+        """
         ...
 
     def cross_entropy(

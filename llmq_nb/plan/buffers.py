@@ -246,7 +246,7 @@ def activation_buffers(config: Config, model: ModelConfig) -> list[Buffer]:
     gradients: list[tuple[str, int, tuple[int, int]]] = [
         ("residual", C, (HEAD + 2, end)),
         ("norm_in", C, (HEAD + 1, end)),
-        ("act", F, (BACKWARD + 1, BACKWARD + 2)),
+        ("act", F, (BACKWARD + 2, BACKWARD + 2)),
         ("gate_up", 2 * F, (BACKWARD + 2, BACKWARD + 3)),
         ("attn", attn, (BACKWARD + 5, BACKWARD + 6)),
         ("heads", model.qkv_rows, (BACKWARD + 6, BACKWARD + 7)),

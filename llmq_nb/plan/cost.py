@@ -248,8 +248,8 @@ def _linear(m: _Model, weight: str, part: Part | None = None, *, name: str = "")
         yield Work(name, part or "quantise", m.quantise_forward(weight))
 
 
-def _linear_backward(m: _Model, weight: str) -> Iterator[Work]:
-    name = f"linear_backward {NAMES[weight]}"
+def _linear_backward(m: _Model, weight: str, *, name: str = "") -> Iterator[Work]:
+    name = name or f"linear_backward {NAMES[weight]}"
     yield Work(name, "products", 2 * m.block_product(weight))
     if m.fp8_layers:
         yield Work(name, "quantise", m.quantise_backward(weight))
@@ -299,8 +299,10 @@ def _head(m: _Model) -> Iterator[Work]:
 def _backward(m: _Model) -> Iterator[Work]:
     L, model = m.model.L, m.model
     for weight in m.widths:
-        yield from _linear_backward(m, weight)
-    yield Work("swiglu_backward", "SwiGLU", L * m.passes(model.F, 5))
+        name = "linear_swiglu_backward" if weight == "down" else ""
+        yield from _linear_backward(m, weight, name=name)
+    # as if it were a kernel of its own
+    yield Work("linear_swiglu_backward", "SwiGLU", L * m.passes(model.F, 5))
     yield Work("rmsnorm_backward", "norms", 2 * L * m.passes(model.C, 4))
     yield Work("attention_backward", "attention", L * m.attention(backward=True))
     yield Work("rope_backward", "RoPE", L * m.passes((model.H + model.G) * model.D, 2))

@@ -92,7 +92,9 @@ def fp8_buffers(config: Config, model: ModelConfig, *, quants: bool) -> list[Buf
             made_again = product.x == "act"  # recomputation writes its codes, see swiglu_again
             first = BACKWARD if made_again else now
             scratch(f"x_t.{name}", (K, rows), DType.E4M3, first, now)
-        scratch(f"dy.{name}", (rows, M), gradient, now, now)
+        # down's data gradient and SwiGLU backward may be one kernel, behind the weight gradient
+        last = now + 1 if name == "down" else now
+        scratch(f"dy.{name}", (rows, M), gradient, now, last)
         scratch(f"dy_t.{name}", (M, rows), gradient, now, now)
     if config.precision.fp8_units == "emulate":
         operands = (2, largest_operand(config, model))

@@ -30,7 +30,7 @@ OUTPUTS: dict[str, tuple[int, ...]] = {
     "linear_swiglu": (0, 1),
     "linear_swiglu_again": (0, 1),
     "swiglu_again": (0,),
-    "swiglu_backward": (0,),
+    "linear_swiglu_backward": (0, 2),  # 1 is room
     "cross_entropy": (0, 1, 2),
     "reduce_loss": (0,),
     "global_norm": (0, 1),

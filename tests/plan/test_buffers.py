@@ -54,7 +54,7 @@ WRITES = {
     "linear_swiglu": ((0, 1), ()),
     "linear_swiglu_again": ((0, 1), ()),
     "swiglu_again": ((0,), ()),
-    "swiglu_backward": ((0,), ()),
+    "linear_swiglu_backward": ((0, 1, 2), ()),
     "cross_entropy": ((1, 2), (0,)),
     "reduce_loss": ((0,), ()),
 }
@@ -74,6 +74,15 @@ class Recorder:
             return method
 
         def call(*args, **scalars):
+            if name == "linear_swiglu_backward":  # the weight gradient, and then what is one kernel
+                dgate_up, dact, dweight, dy, act, weight, gate_up = args
+                note("linear_backward", (None, dweight, None, dy, act))
+                note(name, (dgate_up, dact, None, dy, None, weight, gate_up))
+            else:
+                note(name, args)
+            return method(*args, **scalars)
+
+        def note(name, args):
             outputs, both = WRITES[name]
             reads, whole, part = set(), set(), set()
             for i, t in enumerate(args):
@@ -88,7 +97,6 @@ class Recorder:
                     if i in both:
                         part.add(t.name)
             self.events.append((reads, whole - reads, part | (whole & reads)))
-            return method(*args, **scalars)
 
         return call
 

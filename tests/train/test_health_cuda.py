@@ -31,21 +31,21 @@ def operands_of_a_step(monkeypatch, engine, batch):
         for name in PRODUCTS
     }
     seen = {}
-    forward, backward = Fp8Products.forward_operands, Fp8Products.linear_backward
+    forward, backward = Fp8Products.forward_operands, Fp8Products.weight_gradient
 
     def forward_operands(self, x, weight):
         name, layer = weights[id(weight)]
         seen[f"{name}.input", layer] = engine.read(x)
         return forward(self, x, weight)
 
-    def linear_backward(self, dx, dweight, dy, x, weight, *, accumulate):
+    def weight_gradient(self, dweight, dy, x, weight, *, accumulate):
         name, layer = weights[id(weight)]
         seen[f"{name}.gradient", layer] = engine.read(dy)
-        backward(self, dx, dweight, dy, x, weight, accumulate=accumulate)
+        backward(self, dweight, dy, x, weight, accumulate=accumulate)
 
     with monkeypatch.context() as patch:
         patch.setattr(Fp8Products, "forward_operands", forward_operands)
-        patch.setattr(Fp8Products, "linear_backward", linear_backward)
+        patch.setattr(Fp8Products, "weight_gradient", weight_gradient)
         health = engine.train_step(batch, health=True, **FACTS).health
     for layer in range(model.config.L):
         unit = model.weights.get(layer)

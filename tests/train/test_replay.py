@@ -82,10 +82,10 @@ FAULTS = [  # operation, output, which call in the step, kind, tensor, layer, mi
     ("cross_entropy", 1, 1, "activation", "head/loss", None, 0),
     ("linear_backward", 0, 1, "gradient of an activation", "g/norm_in", None, 0),
     ("rmsnorm_backward", 0, 1, "gradient of an activation", "g/residual", None, 0),
-    ("swiglu_backward", 0, 1, "gradient of an activation", "g/gate_up", 1, 0),
+    ("linear_swiglu_backward", 0, 1, "gradient of an activation", "g/gate_up", 1, 0),
     ("attention_backward", 0, 2, "gradient of an activation", "g/heads", 0, 0),
     ("rope_backward", 0, 3, "gradient of an activation", "g/heads", 1, 1),
-    ("linear_backward", 1, 2, "gradient", "gradients/model.layers.1.mlp.down", 1, 0),
+    ("linear_swiglu_backward", 2, 1, "gradient", "gradients/model.layers.1.mlp.down", 1, 0),
     ("linear_backward", 2, 9, "gradient", "gradients/model.layers.0.self_attn.qkv", 0, 0),
     ("rmsnorm_backward", 1, 8, "gradient", "gradients/model.layers.1.", 1, 1),
     ("embedding_backward", 0, 2, "gradient", "gradients/model.embed_tokens", None, 1),
@@ -208,6 +208,9 @@ def test_outputs_are_what_operations_change(
     for name, places in changed.items():
         if name in SILENT:
             continue
+        places -= (
+            {1} if name == "linear_swiglu_backward" else set()
+        )  # room, which may stay as it is
         assert places <= set(OUTPUTS[name]), name
         # scratch words of a slice of logits aside, every output was written
         assert places == {i for i in OUTPUTS[name]} - missing(name, kind), name

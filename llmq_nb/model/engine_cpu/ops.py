@@ -230,6 +230,21 @@ class CpuOps:
     def swiglu_again(self, y: Tensor, gate_up: Tensor) -> None:
         self.swiglu(y, gate_up)
 
+    def linear_swiglu_backward(
+        self,
+        dgate_up: Tensor,
+        dact: Tensor,
+        dweight: Tensor,
+        dy: Tensor,
+        act: Tensor,
+        weight: Tensor,
+        gate_up: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None:
+        self.linear_backward(dact, dweight, None, dy, act, weight, accumulate=accumulate)
+        self.swiglu_backward(dgate_up, dact, gate_up)
+
     def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
         linear.swiglu_backward(dgate_up.data, dy.data, gate_up.data)
 

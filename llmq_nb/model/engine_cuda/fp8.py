@@ -119,8 +119,17 @@ class Fp8Products:
         accumulate: bool,
     ) -> None:
         """dweight (+)= dy^T x; dx = dy weight."""
-        N, M, K = x.shape[0], *weight.shape
-        d, a, b = _slot(dy), _slot(x), _slot(weight)
+        self.weight_gradient(dweight, dy, x, weight, accumulate=accumulate)
+        operands, _ = self.data_gradient_operands(dy, weight)
+        shape = self.data_gradient_shape(x.shape[0], weight, dy, dx)
+        self._product(shape, dx, _slot(dy), _slot(weight), *operands)
+
+    def weight_gradient(
+        self, dweight: Tensor, dy: Tensor, x: Tensor, weight: Tensor, *, accumulate: bool
+    ) -> None:
+        """dweight (+)= dy^T x; makes the codes of dy in both layouts."""
+        M, K = weight.shape
+        d, a = _slot(dy), _slot(x)
         if self.counts_health:
             self.count_health(dy)
             if not a.forward_only:
@@ -132,9 +141,22 @@ class Fp8Products:
             "wgrad", self.rows, M, K, d.format, dweight.dtype, accumulate=accumulate
         )
         self._product(shape, dweight, d, a, _data(d.codes_t), _data(a.codes_t))
+
+    def data_gradient_shape(
+        self, rows: int, weight: Tensor, dy: Tensor, dx: Tensor, **options: bool
+    ) -> Shape:
+        """The product dx = dy weight. options: of Shape."""
+        M, K = weight.shape
+        return self._shape("dgrad", rows, M, K, _slot(dy).format, dx.dtype, **options)
+
+    def data_gradient_operands(
+        self, dy: Tensor, weight: Tensor
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Make the transposed codes of weight; addresses of both operands, and of their scales. The
+        codes of dy are there."""
+        d, b = _slot(dy), _slot(weight)
         self._weight(weight, transposed=True)
-        shape = self._shape("dgrad", N, M, K, d.format, dx.dtype)
-        self._product(shape, dx, d, b, _data(d.codes), _data(b.codes_t))
+        return (_data(d.codes), _data(b.codes_t)), (d.scale, b.scale)
 
     def _weight(self, weight: Tensor, *, transposed: bool) -> None:
         """A weight's codes in one layout, unless they are kept."""

@@ -32,6 +32,7 @@ from llmq_nb.kernels import (
 from llmq_nb.kernels.attention_choice import AttentionShape, chosen_tiles
 from llmq_nb.kernels.matmul import Shape
 from llmq_nb.kernels.matmul_swiglu import has_kernel
+from llmq_nb.kernels.matmul_swiglu_backward import has_backward_kernel
 from llmq_nb.kernels.products import Products
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.engine_cpu.attention import rope_tables
@@ -317,6 +318,38 @@ class CudaOps(UpdateOps):
             self.fp8.swiglu_codes(y, gate_up)
         else:
             self.swiglu(y, gate_up)
+
+    def linear_swiglu_backward(
+        self,
+        dgate_up: Tensor,
+        dact: Tensor,
+        dweight: Tensor,
+        dy: Tensor,
+        act: Tensor,
+        weight: Tensor,
+        gate_up: Tensor,
+        *,
+        accumulate: bool,
+    ) -> None:
+        N, M, K = act.shape[0], *weight.shape
+        shape = Shape("dgrad", N, M, K, act.dtype, dact.dtype, swiglu=True)
+        if weight.fp8 is not None:
+            shape = self.fp8.data_gradient_shape(N, weight, dy, dact, swiglu=True)
+        if not has_backward_kernel(self.device.cc, shape):
+            self.linear_backward(dact, dweight, None, dy, act, weight, accumulate=accumulate)
+            self.swiglu_backward(dgate_up, dact, gate_up)
+            return
+        operands, scales = (dy.data, weight.data), ()
+        if weight.fp8 is not None:
+            self.fp8.weight_gradient(dweight, dy, act, weight, accumulate=accumulate)
+            operands, scales = self.fp8.data_gradient_operands(dy, weight)
+        else:
+            wgrad = Shape("wgrad", N, M, K, act.dtype, dweight.dtype, accumulate=accumulate)
+            self.products(wgrad, dweight.data, dy.data, act.data, stream=self.stream)
+        self.products.with_swiglu_backward(
+            shape, dgate_up.data, dact.data, *operands, gate_up.data, absmax=absmax_of(dgate_up),
+            scales=scales, stream=self.stream,
+        )  # fmt: skip
 
     def swiglu_backward(self, dgate_up: Tensor, dy: Tensor, gate_up: Tensor) -> None:
         rows, F = dy.shape
