@@ -5,9 +5,9 @@ backward 5 B H T T D; beside PyTorch's flash and cuDNN backends where torch is i
 
 A figure is the median of RUNS replays of a CUDA graph of LAUNCHES launches, each divided by
 LAUNCHES, ours and PyTorch's: no host path and no launch gap inside. The L2 cache is as the launch
-before left it (a layer's kernels find their inputs there too). --tiles times every shape of every
-kernel that the card can run; --compile first fills the kernel cache in parallel processes.
-One JSON line a figure.
+before left it (a layer's kernels find their inputs there too). --tiles times every candidate of
+every kernel, and the backward with each dkdv; --compile first fills the kernel cache in parallel
+processes. One JSON line a figure (bench.attention_table makes the README's table of them).
 """
 
 import argparse
@@ -26,6 +26,7 @@ from llmq_nb.core import device as core
 from llmq_nb.core.graph import capture
 from llmq_nb.kernels import attention, attention_backward
 from llmq_nb.kernels.attention import attention_backward_flops, attention_flops
+from llmq_nb.kernels.attention_choice import KERNELS
 from llmq_nb.kernels.attention_hopper_tiles import CC
 from llmq_nb.kernels.attention_launch import (
     Tiles,
@@ -35,7 +36,7 @@ from llmq_nb.kernels.attention_launch import (
     launch_dq,
     launch_forward,
 )
-from llmq_nb.kernels.attention_tiles import Problem
+from llmq_nb.kernels.attention_tiles import AttentionShape, Problem
 from llmq_nb.kernels.launch import preparing
 
 LAUNCHES, WARM_UPS, RUNS = 10, 2, 9
@@ -135,6 +136,25 @@ class Ours:
         return np.array(times[WARM_UPS:])
 
 
+def tiles_of(case: Case, bench: Bench) -> dict[str, Tiles]:
+    """The default, and mma.sync where that is not the default."""
+    shape, device = AttentionShape(case.B, case.T, case.H, case.G, case.D), bench.device
+    found = {"default": default_tiles(shape, device.cc, device.multiprocessors)}
+    return found | ({"mma.sync": default_tiles(shape, (8, 0))} if device.cc == CC else {})
+
+
+def others(case: Case, bench: Bench) -> list[tuple[str, Tiles]]:
+    """Each candidate that is no default, alone, with the kernel that it is for."""
+    found = []
+    for label, default in tiles_of(case, bench).items():
+        cc = bench.device.cc if label == "default" else (8, 0)
+        for kernel, shapes in candidates(case.D, cc).items():
+            for shape in shapes.values():
+                if shape != getattr(default, kernel):
+                    found.append((kernel, replace(default, **{kernel: shape})))
+    return found
+
+
 def report(name: str, case: str, what: str, times: np.ndarray, flops: int) -> None:
     low, middle, high = np.percentile(times, [25, 50, 75])
     line = {
@@ -146,19 +166,17 @@ def report(name: str, case: str, what: str, times: np.ndarray, flops: int) -> No
 
 
 def time_ours(bench: Bench, name: str, case: Case, every: bool) -> None:
-    """The default, mma.sync where that is not the default, and with `every` each shape alone."""
+    """The defaults, and with `every` each candidate alone."""
     ours = Ours(bench, case)
-    cc = bench.device.cc
-    default, mma = default_tiles(case.D, cc), default_tiles(case.D, (8, 0))
-    ours.launch("forward", default)  # out and lse for the backward
-    for label, tiles in [("default", default)] + [("mma.sync", mma)] * (cc == CC):
+    tiles = tiles_of(case, bench)
+    ours.launch("forward", tiles["default"])  # out and lse for the backward
+    for label, chosen in tiles.items():
         for kernel in ours.flops:
-            report(kernel, name, label, ours.seconds(kernel, tiles), ours.flops[kernel])
-    if every:
-        for kernel, shapes in candidates(case.D, cc).items():
-            for shape in shapes[1:]:
-                tiles = replace(default, **{kernel: shape})
-                report(kernel, name, str(shape), ours.seconds(kernel, tiles), ours.flops[kernel])
+            report(kernel, name, label, ours.seconds(kernel, chosen), ours.flops[kernel])
+    for kernel, chosen in others(case, bench) if every else []:
+        for part in (kernel, "backward") if kernel == "dkdv" else (kernel,):
+            label = str(getattr(chosen, kernel))
+            report(part, name, label, ours.seconds(part, chosen), ours.flops[part])
     ours.close()
 
 
@@ -227,17 +245,15 @@ def _compile(task: tuple[int, str, Tiles]) -> None:
             launch_dq(256, 2 * D, 256, 256, (256, 256, 256), p, tiles.dq, 0)
 
 
-def compile_all(every: bool) -> None:
-    """Fill the kernel cache for D = 64 and 128, a process a kernel."""
-    cc = core.open_device(0).cc
-    tasks = []
-    for D in attention.HEAD_DIMS:
-        default, mma = default_tiles(D, cc), default_tiles(D, (8, 0))
-        for kernel, shapes in candidates(D, cc).items():
-            chosen = shapes if every else [getattr(default, kernel), getattr(mma, kernel)]
-            tasks += [(D, kernel, replace(default, **{kernel: shape})) for shape in chosen]
+def compile_all(bench: Bench, chosen: list[Case], every: bool) -> None:
+    """Fill the kernel cache, a process a kernel."""
+    tasks = {}
+    for case in chosen:
+        found = [(k, tiles) for tiles in tiles_of(case, bench).values() for k in KERNELS]
+        for kernel, tiles in found + (others(case, bench) if every else []):
+            tasks[case.D, kernel, getattr(tiles, kernel)] = (case.D, kernel, tiles)
     with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
-        pool.map(_compile, tasks, chunksize=1)
+        pool.map(_compile, tasks.values(), chunksize=1)
 
 
 def main() -> None:
@@ -246,13 +262,13 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
-    if arguments.compile:
-        compile_all(arguments.tiles)
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
         torch = None
     with Bench("attention") as bench:
+        if arguments.compile:
+            compile_all(bench, [cases()[name] for name in arguments.case], arguments.tiles)
         for name in arguments.case:
             time_ours(bench, name, cases()[name], arguments.tiles)
             if torch is not None and not cases()[name].document:

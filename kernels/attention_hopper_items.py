@@ -61,7 +61,9 @@ from llmq_nb.kernels.ptx_hopper import (
 
 SIGNATURE = (types.uint64,) * 8 + (types.int32,) * 8 + (types.float32,) * 2
 SHAPES = [Wgmma(2, 64, cluster=1), Wgmma(2, 64, cluster=2)]
-"""For either head_dim. Not run on a GPU yet: candidates, not the default."""
+"""For either head_dim: item after item, and a pair of blocks an item."""
+KEYS = 64 * SHAPES[0].warpgroups
+"""Of an item."""
 ONE = np.float32(1.0)
 
 
