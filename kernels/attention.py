@@ -18,7 +18,7 @@ Shapes   B sequences of any length T; H query heads, G key/value heads, H a mult
 Dtypes   bfloat16 in and out, float32 lse and sums (P and dS are rounded to bfloat16 before their
          products); or everything float32 (attention_simt.py: tests, no speed goal).
 Errors   bfloat16: P and dS carry 2^-8 relative each, out and gradients round once more; lse is
-         exact to the score's float32 rounding, about 1e-6. No atomics: bitwise reproducible.
+         exact to the score's float32 rounding, about 1e-6. No sum by atomics: bitwise reproducible.
 Cost     attention_flops, attention_backward_flops. Scratch: two float32 rows a head, backward only.
 Where    attention_forward, attention_backward, attention_dkdv: mma.sync, every card from sm_80;
          attention_hopper, attention_hopper_backward, attention_hopper_dkdv: wgmma and TMA, sm_90;
@@ -35,7 +35,7 @@ import numpy as np
 
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
-from llmq_nb.kernels.attention_backward import padded_length
+from llmq_nb.kernels.attention_backward import stats_bytes
 from llmq_nb.kernels.attention_launch import Tiles, launch_backward, launch_forward
 from llmq_nb.kernels.attention_tiles import Problem
 
@@ -74,8 +74,8 @@ def attention_backward_launch(
 
 
 def attention_scratch_bytes(B: int, T: int, H: int) -> int:
-    """Size of `stats`: two float32 rows a head, padded to multiples of 128."""
-    return B * H * 2 * padded_length(T) * 4
+    """Size of `stats`: two float32 rows a head, padded to multiples of 128, and a counter."""
+    return stats_bytes(B, T, H)
 
 
 # ---- users -------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ def backward(
     rows = (problem.B, problem.H, problem.T)
     lse = describe(lse, dtype=DType.FP32, shape=rows, name="lse")
     gradients = [empty_like(a) for a in (x, y, z)]
-    shape = (problem.B, problem.H, 2, padded_length(problem.T))
-    stats = empty_like(x, shape=shape, dtype=DType.FP32)
+    scratch = attention_scratch_bytes(problem.B, problem.T, problem.H)
+    stats = empty_like(x, shape=(scratch // 4,), dtype=DType.FP32)
     dq, dk, dv = (describe(g, dtype=x.dtype).address for g in gradients)
     launch_backward(
         (dq, dk, dv), (problem.q_stride, problem.kv_stride),
