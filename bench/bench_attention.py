@@ -1,20 +1,20 @@
 """Attention forward and backward in TFLOP/s, causal (half the square counted): forward 2 B H T T D,
 backward 5 B H T T D; beside PyTorch's flash and cuDNN backends where torch is installed.
 
-    python -m bench.bench_attention [--case 1.5B/4096 ...] [--tiles] [--compile]
+    python -m bench.bench_attention [--case 1.5B/4096 ...] [--tiles [dkdv ...]] [--compile]
 
 A figure is the median of RUNS replays of a CUDA graph of LAUNCHES launches, each divided by
 LAUNCHES, ours and PyTorch's: no host path and no launch gap inside. The L2 cache is as the launch
 before left it (a layer's kernels find their inputs there too). --tiles times every candidate of
-every kernel, and the backward with each dkdv; --compile first fills the kernel cache in parallel
-processes. One JSON line a figure (bench.attention_table makes the README's table of them).
+those kernels (of all), and the backward with each dkdv; --compile first fills the kernel cache in
+parallel processes. One JSON line a figure (bench.attention_table makes the README's table of them).
 """
 
 import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,10 +51,22 @@ class Case:
     D: int
     document: int = 0
     """Tokens of each document; 0: one document a sequence."""
+    random: bool = False
+    """Documents of that length on average, exponentially distributed."""
+
+    def starts(self) -> np.ndarray:
+        """segment_start (B, T)."""
+        t = np.broadcast_to(np.arange(self.T), (self.B, self.T))
+        if self.random:
+            border = np.random.default_rng(0).random(t.shape) < 1 / self.document
+            return np.maximum.accumulate(np.where(border, t, 0), axis=1).astype(np.int32)
+        step = self.document or self.T
+        return (t // step * step).astype(np.int32)
 
 
 def cases() -> dict[str, Case]:
-    """The shapes of issue 3 (heads of the 0.5B and 1.5B models), 12 key/value heads, documents."""
+    """The shapes of issue 3 (heads of the 0.5B and 1.5B models), 12 key/value heads; documents of
+    600 tokens, each or on average."""
     found: dict[str, Case] = {}
     for T in (1024, 2048, 4096):
         found[f"1.5B/{T}"] = Case(8, T, 12, 2, 128)
@@ -63,6 +75,8 @@ def cases() -> dict[str, Case]:
     found["1.5B/1024x32"] = Case(32, 1024, 12, 2, 128)
     found["0.5B/1024x32"] = Case(32, 1024, 14, 2, 64)
     found["1.5B/4096/documents"] = Case(8, 4096, 12, 2, 128, document=600)
+    for name in ("1.5B/4096", "1.5B/1024x32", "0.5B/1024x32", "mha/4096"):
+        found[f"{name}/random"] = replace(found[name], document=600, random=True)
     found["1.5B/4095"] = Case(8, 4095, 12, 2, 128)
     return found
 
@@ -79,10 +93,8 @@ class Ours:
         self.dout = bench.random((B, T, H, D), bf16)
         self.out, self.lse = bench.empty(B * T * H * D * 2), bench.empty(B * H * T * 4)
         self.stats = bench.empty(attention.attention_scratch_bytes(B, T, H))
-        step = case.document or T
-        starts = np.tile((np.arange(T) // step * step).astype(np.int32), (B, 1))
         stride = (H + 2 * G) * D * 2
-        self.problem = Problem(B, T, H, G, D, stride, stride, bench.put(starts))
+        self.problem = Problem(B, T, H, G, D, stride, stride, bench.put(case.starts()))
         self.flops = {
             "forward": attention_flops(B, T, H, D),
             "backward": attention_backward_flops(B, T, H, D),
@@ -143,13 +155,13 @@ def tiles_of(case: Case, bench: Bench) -> dict[str, Tiles]:
     return found | ({"mma.sync": default_tiles(shape, (8, 0))} if device.cc == CC else {})
 
 
-def others(case: Case, bench: Bench) -> list[tuple[str, Tiles]]:
-    """Each candidate that is no default, alone, with the kernel that it is for."""
+def others(case: Case, bench: Bench, kernels: Sequence[str]) -> list[tuple[str, Tiles]]:
+    """Each candidate for these kernels that is no default, alone, with the kernel it is for."""
     found = []
     for label, default in tiles_of(case, bench).items():
         cc = bench.device.cc if label == "default" else (8, 0)
-        for kernel, shapes in candidates(case.D, cc).items():
-            for shape in shapes.values():
+        for kernel in kernels:
+            for shape in candidates(case.D, cc)[kernel].values():
                 if shape != getattr(default, kernel):
                     found.append((kernel, replace(default, **{kernel: shape})))
     return found
@@ -165,15 +177,15 @@ def report(name: str, case: str, what: str, times: np.ndarray, flops: int) -> No
     print(json.dumps(line), flush=True)
 
 
-def time_ours(bench: Bench, name: str, case: Case, every: bool) -> None:
-    """The defaults, and with `every` each candidate alone."""
+def time_ours(bench: Bench, name: str, case: Case, kernels: Sequence[str]) -> None:
+    """The defaults, and each candidate for these kernels alone."""
     ours = Ours(bench, case)
     tiles = tiles_of(case, bench)
     ours.launch("forward", tiles["default"])  # out and lse for the backward
     for label, chosen in tiles.items():
         for kernel in ours.flops:
             report(kernel, name, label, ours.seconds(kernel, chosen), ours.flops[kernel])
-    for kernel, chosen in others(case, bench) if every else []:
+    for kernel, chosen in others(case, bench, kernels):
         for part in (kernel, "backward") if kernel == "dkdv" else (kernel,):
             label = str(getattr(chosen, kernel))
             report(part, name, label, ours.seconds(part, chosen), ours.flops[part])
@@ -245,12 +257,12 @@ def _compile(task: tuple[int, str, Tiles]) -> None:
             launch_dq(256, 2 * D, 256, 256, (256, 256, 256), p, tiles.dq, 0)
 
 
-def compile_all(bench: Bench, chosen: list[Case], every: bool) -> None:
+def compile_all(bench: Bench, chosen: list[Case], kernels: Sequence[str]) -> None:
     """Fill the kernel cache, a process a kernel."""
     tasks = {}
     for case in chosen:
         found = [(k, tiles) for tiles in tiles_of(case, bench).values() for k in KERNELS]
-        for kernel, tiles in found + (others(case, bench) if every else []):
+        for kernel, tiles in found + others(case, bench, kernels):
             tasks[case.D, kernel, getattr(tiles, kernel)] = (case.D, kernel, tiles)
     with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
         pool.map(_compile, tasks.values(), chunksize=1)
@@ -259,18 +271,20 @@ def compile_all(bench: Bench, chosen: list[Case], every: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs="*", default=list(cases()), choices=list(cases()))
-    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--compile-only", action="store_true", help="--compile, and end")
+    parser.add_argument("--tiles", nargs="*", choices=KERNELS)
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
+    tiles = list(KERNELS) if arguments.tiles == [] else arguments.tiles or []
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
         torch = None
     with Bench("attention") as bench:
-        if arguments.compile:
-            compile_all(bench, [cases()[name] for name in arguments.case], arguments.tiles)
-        for name in arguments.case:
-            time_ours(bench, name, cases()[name], arguments.tiles)
+        if arguments.compile or arguments.compile_only:
+            compile_all(bench, [cases()[name] for name in arguments.case], tiles)
+        for name in [] if arguments.compile_only else arguments.case:
+            time_ours(bench, name, cases()[name], tiles)
             if torch is not None and not cases()[name].document:
                 time_torch(torch, name, cases()[name])
 
