@@ -39,15 +39,9 @@ class Tiles:
     dq: Tile | Wgmma
 
 
-def _first_tiles(D: int, cc: tuple[int, int]) -> Tiles:
-    """Those that were numbered 0: wgmma on 9.0; two blocks a multiprocessor where it has 100 KB of
+def _mma_tiles(D: int, cc: tuple[int, int]) -> Tiles:
+    """mma.sync without regard to the heads: two blocks a multiprocessor where it has 100 KB of
     shared memory (8.6, 8.9, 12.x), the largest elsewhere."""
-    if cc == CC:
-        return Tiles(
-            attention_hopper.SHAPES[D][0],
-            attention_hopper_dkdv.SHAPES[D][0],
-            attention_hopper_backward.SHAPES[D][0],
-        )
     small = cc not in ((8, 0), (10, 0))
     pick = -1 if small else 0
     return Tiles(
@@ -66,44 +60,39 @@ def default_tiles(
     pays: by mma.sync between two parts of a block. By wgmma between two blocks where there are no
     more items than multiprocessors; otherwise a block takes item after item.
     """
-    tiles = _first_tiles(shape.D, cc)
-    if shape.D == 64:
-        return tiles
+    D = shape.D
     if cc == CC:
-        items = shape.B * shape.G * cdiv(shape.T, attention_hopper_items.KEYS)
-        return replace(tiles, dkdv=ITEMS if items > multiprocessors else PAIRS)
-    if shape.group > 1:
-        return replace(tiles, dkdv=attention_dkdv_parts.TILES[shape.D][0])
+        dkdv = attention_hopper_dkdv.SHAPES[D][0]
+        if D == 128:
+            items = shape.B * shape.G * cdiv(shape.T, attention_hopper_items.KEYS)
+            dkdv = ITEMS if items > multiprocessors else PAIRS
+        return Tiles(attention_hopper.SHAPES[D][0], dkdv, attention_hopper_backward.SHAPES[D][0])
+    tiles = _mma_tiles(D, cc)
+    if D == 128 and shape.group > 1:
+        return replace(tiles, dkdv=attention_dkdv_parts.TILES[D][0])
     return tiles
 
 
 def candidates(D: int, cc: tuple[int, int]) -> dict[str, dict[int, Tile | Wgmma]]:
     """The shapes that a card may choose among, by kernel (field of Tiles) and number.
 
-    A number belongs to its shape for good, for runs keep it: a new shape gets the next one, and on
-    sm_90 those of mma.sync, which was never the faster there, stay unused.
+    A number belongs to its shape for good, for runs keep it: a new shape gets the next one.
     """
-    found: dict[str, list[Tile | Wgmma]] = {
-        "forward": [*attention_forward.TILES[D]],
-        "dkdv": [*attention_dkdv.TILES[D]],
-        "dq": [*attention_backward.TILES[D]],
-    }
-    if cc == CC:
-        found["forward"] += attention_hopper.SHAPES[D]
-        found["dkdv"] += attention_hopper_dkdv.SHAPES[D]
-        found["dq"] += attention_hopper_backward.SHAPES[D]
-    found["dkdv"] += attention_dkdv_parts.TILES[D]
-    if cc == CC:
-        found["dkdv"] += attention_hopper_items.SHAPES
-    first = _first_tiles(D, cc)
-    numbered: dict[str, dict[int, Tile | Wgmma]] = {}
-    for name, shapes in found.items():
-        zero = getattr(first, name)
-        order = [zero, *(shape for shape in shapes if shape != zero)]
-        numbered[name] = {
-            i: shape for i, shape in enumerate(order) if cc != CC or isinstance(shape, Wgmma)
+    if cc == CC:  # the numbers left out were mma.sync's, which was never the faster there
+        return {
+            "forward": dict(zip((0, 3, 4), attention_hopper.SHAPES[D], strict=False)),
+            "dkdv": {0: attention_hopper_dkdv.SHAPES[D][0], 5: ITEMS, 6: PAIRS},
+            "dq": {0: attention_hopper_backward.SHAPES[D][0]},
         }
-    return numbered
+    found: dict[str, dict[int, Tile | Wgmma]] = {}
+    for name, shapes in (
+        ("forward", attention_forward.TILES[D]),
+        ("dkdv", attention_dkdv.TILES[D] + attention_dkdv_parts.TILES[D]),
+        ("dq", attention_backward.TILES[D]),
+    ):
+        zero = getattr(_mma_tiles(D, cc), name)
+        found[name] = dict(enumerate([zero, *(shape for shape in shapes if shape != zero)]))
+    return found
 
 
 def _chosen(tiles: Tiles | None, p: Problem) -> Tiles:
