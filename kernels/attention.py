@@ -35,7 +35,7 @@ import numpy as np
 
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.arrays import Array, current_stream, describe, empty_like
-from llmq_nb.kernels.attention_backward import stats_bytes
+from llmq_nb.kernels.attention_backward import padded_length
 from llmq_nb.kernels.attention_launch import Tiles, launch_backward, launch_forward
 from llmq_nb.kernels.attention_tiles import Problem
 
@@ -74,8 +74,8 @@ def attention_backward_launch(
 
 
 def attention_scratch_bytes(B: int, T: int, H: int) -> int:
-    """Size of `stats`: two float32 rows a head, padded to multiples of 128, and a counter."""
-    return stats_bytes(B, T, H)
+    """Size of `stats`: two float32 rows a head, padded to multiples of 128."""
+    return B * H * 2 * padded_length(T) * 4
 
 
 # ---- users -------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ def backward(
     rows = (problem.B, problem.H, problem.T)
     lse = describe(lse, dtype=DType.FP32, shape=rows, name="lse")
     gradients = [empty_like(a) for a in (x, y, z)]
-    scratch = attention_scratch_bytes(problem.B, problem.T, problem.H)
-    stats = empty_like(x, shape=(scratch // 4,), dtype=DType.FP32)
+    shape = (problem.B, problem.H, 2, padded_length(problem.T))
+    stats = empty_like(x, shape=shape, dtype=DType.FP32)
     dq, dk, dv = (describe(g, dtype=x.dtype).address for g in gradients)
     launch_backward(
         (dq, dk, dv), (problem.q_stride, problem.kv_stride),

@@ -8,8 +8,7 @@ S and P are recomputed here and in dkdv, so seven products of the size of Q K^T 
 
 Shapes   q, k, v as forward; dout, out: (B, T, H, D); dq: rows of dq_stride bytes.
          stats: (B, H, 2, P) float32, P = padded_length(T): log2(e) * lse, then delta; from T on
-         1e30 and 0, which make the row's P and dS zero. Behind them a counter, made 0: of the items
-         that blocks have taken (attention_hopper_items, which leaves it 0).
+         1e30 and 0, which make the row's P and dS zero.
 Source   Dao 2023, arXiv:2307.08691, algorithm 2, split in two walks. Written from the equations.
 """
 
@@ -49,7 +48,6 @@ from llmq_nb.kernels.ptx import (
     ldg128_nc,
     shfl_xorf,
     smem_addr,
-    stg32,
     stg32f,
     syncwarp,
 )
@@ -60,7 +58,6 @@ DQ_SIGNATURE = (types.uint64,) * 7 + (types.int32,) * 10 + (types.float32,) * 2
 STATISTICS_THREADS = 256
 PADDING = 128
 """Rows of `stats` are padded to this, the largest query tile of any kernel."""
-COUNTER_BYTES = 16
 ABSENT = np.float32(1e30)
 """Base-2 lse of a query that does not exist."""
 
@@ -75,11 +72,6 @@ of shared memory a multiprocessor, the last for the others."""
 def padded_length(T: int) -> int:
     """Row length of `stats`."""
     return cdiv(T, PADDING) * PADDING
-
-
-def stats_bytes(B: int, T: int, H: int) -> int:
-    """Size of `stats`: two float32 rows a head, and the counter."""
-    return B * H * 2 * padded_length(T) * 4 + COUNTER_BYTES
 
 
 def shared_bytes(D: int, tile: Tile) -> int:
@@ -102,8 +94,6 @@ def make_attention_statistics(D: int):
     def attention_statistics(stats, out, dout, lse, rows, T, padded, H):
         i = cuda.blockIdx.x * STATISTICS_THREADS + cuda.threadIdx.x
         row = i // LANES  # (b, t, h), t < padded
-        if i == 0:
-            stg32(stats + np.int64(rows) * 8, 0)
         bt = divide(row, H)
         h = row - bt * H
         b = divide(bt, padded)

@@ -32,6 +32,7 @@ from llmq_nb.kernels.attention_hopper_tiles import (
     make_load_halves,
     n_major,
     persistent_grid,
+    take_work,
 )
 from llmq_nb.kernels.attention_hopper_transposed import (
     QUERY_TILE,
@@ -43,7 +44,6 @@ from llmq_nb.kernels.attention_hopper_transposed import (
     read_item,
     release_next,
     share,
-    take_work,
     wrap_heads,
 )
 from llmq_nb.kernels.attention_tiles import LEAST_BLOCKS, LOG2E, ZERO, Problem, divide
@@ -60,8 +60,9 @@ from llmq_nb.kernels.ptx_hopper import (
     mbar_init,
     mbar_wait,
 )
+from llmq_nb.kernels.tensor_map import work_counter
 
-SIGNATURE = (types.uint64,) * 8 + (types.int32,) * 8 + (types.float32,) * 2
+SIGNATURE = (types.uint64,) * 9 + (types.int32,) * 8 + (types.float32,) * 2
 SHAPES = [Wgmma(2, 64, cluster=1), Wgmma(2, 64, cluster=2)]
 """For either head_dim: item after item, and a pair of blocks an item."""
 KEYS = 64 * SHAPES[0].warpgroups
@@ -95,8 +96,8 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
     item_of = make_key_item(BLOCK_ROWS)
 
     def attention_dkdv_items(
-        dk, dv, q_map, k_map, v_map, dout_map, stats, segment_start, heads, T, padded, H, group,
-        tiles, swath, dkv_stride, scale, scale_log2,
+        dk, dv, q_map, k_map, v_map, dout_map, stats, segment_start, counter, heads, T, padded, H,
+        group, tiles, swath, dkv_stride, scale, scale_log2,
     ):  # fmt: skip
         sk = np.uint32((smem_addr(cuda.shared.array(0, dtype=types.uint32)) + 1023) & 0xFFFFFC00)
         sv = np.uint32(sk + KV_BYTES)
@@ -127,7 +128,6 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
         if warp >= 4 * CONSUMERS:
             release()
             total = heads * tiles
-            counter = stats + np.int64(heads) * group * padded * 8
             work = np.int64(cuda.blockIdx.x >> (CLUSTER - 1))
             while warp == 4 * CONSUMERS and work < total:
                 bg, n0, open_end, per_head = item_of(
@@ -161,9 +161,13 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
                             mbar_expect(kv_full, 2 * KV_BYTES)
                             load_kv(sk, k_map, g, n0, b, kv_full)
                             load_kv(sv, v_map, g, n0, b, kv_full)
-                syncwarp()
                 item += 1
-                work = take_work(counter, total) if CLUSTER == 1 else np.int64(total)
+                work = np.int64(total)
+                if CLUSTER == 1:
+                    if lane == 0:
+                        work = take_work(counter, total)
+                    work = np.int64(shfl_idx(np.int32(work), 0))
+                syncwarp()
             if tid == ARRIVALS:  # no query tiles: there is nothing left
                 mbar_wait(kv_empty, (item & 1) ^ 1)
                 sts128(words, (0, 0, 0, 0))
@@ -291,7 +295,8 @@ def dkdv_launch(
     swath = p.swath(2 * p.group, tiles, least=2 * LEAST_BLOCKS)
     launch(
         stream, (grid,), dk, dv,
-        *input_maps(qkv, dout, QUERY_TILE, rows, p), stats, p.segment_start, p.B * p.G, p.T,
+        *input_maps(qkv, dout, QUERY_TILE, rows, p), stats, p.segment_start,
+        work_counter(dk), p.B * p.G, p.T,
         padded_length(p.T), p.H, p.group, tiles, swath, stride, p.scale, p.scale * float(LOG2E),
     )  # fmt: skip
 

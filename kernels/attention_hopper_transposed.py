@@ -19,7 +19,6 @@ from llmq_nb.kernels.attention_tiles import (
     queries_end,
 )
 from llmq_nb.kernels.ptx import (
-    atom_inc_g,
     bf16x2,
     ex2,
     ffma,
@@ -95,17 +94,6 @@ def make_key_item(KEYS: int):
         return np.int32(bg), np.int32(n0), np.int32(open_end), np.int32(per_head)
 
     return item_of
-
-
-@cuda.jit(device=True)
-def take_work(counter, total):
-    """The next piece of work that no block has, `total` or more if there is none. Each block begins
-    with that of its own number and calls this until there is none: `total` calls in all, so the
-    counter ends at 0 again. What comes of a piece does not depend on who takes it. Whole warps."""
-    taken = np.uint32(0)
-    if (cuda.threadIdx.x & 31) == 0:
-        taken = atom_inc_g(counter, np.uint32(total - 1))
-    return np.int64(shfl_idx(taken, 0)) + cuda.gridDim.x
 
 
 @cuda.jit(device=True)
