@@ -1,20 +1,20 @@
 """Attention forward and backward in TFLOP/s, causal (half the square counted): forward 2 B H T T D,
 backward 5 B H T T D; beside PyTorch's flash and cuDNN backends where torch is installed.
 
-    python -m bench.bench_attention [--case 1.5B/4096 ...] [--tiles] [--compile]
+    python -m bench.bench_attention [--case 1.5B/4096 ...] [--tiles [dkdv ...]] [--compile]
 
 A figure is the median of RUNS replays of a CUDA graph of LAUNCHES launches, each divided by
 LAUNCHES, ours and PyTorch's: no host path and no launch gap inside. The L2 cache is as the launch
-before left it (a layer's kernels find their inputs there too). --tiles times every shape of every
-kernel that the card can run; --compile first fills the kernel cache in parallel processes.
-One JSON line a figure.
+before left it (a layer's kernels find their inputs there too). --tiles times every candidate of
+those kernels (of all), and the backward with each dkdv; --compile first fills the kernel cache in
+parallel processes. One JSON line a figure (bench.attention_table makes the README's table of them).
 """
 
 import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from llmq_nb.core import device as core
 from llmq_nb.core.graph import capture
 from llmq_nb.kernels import attention, attention_backward
 from llmq_nb.kernels.attention import attention_backward_flops, attention_flops
+from llmq_nb.kernels.attention_choice import KERNELS
 from llmq_nb.kernels.attention_hopper_tiles import CC
 from llmq_nb.kernels.attention_launch import (
     Tiles,
@@ -35,7 +36,7 @@ from llmq_nb.kernels.attention_launch import (
     launch_dq,
     launch_forward,
 )
-from llmq_nb.kernels.attention_tiles import Problem
+from llmq_nb.kernels.attention_tiles import AttentionShape, Problem
 from llmq_nb.kernels.launch import preparing
 
 LAUNCHES, WARM_UPS, RUNS = 10, 2, 9
@@ -50,10 +51,22 @@ class Case:
     D: int
     document: int = 0
     """Tokens of each document; 0: one document a sequence."""
+    random: bool = False
+    """Documents of that length on average, exponentially distributed."""
+
+    def starts(self) -> np.ndarray:
+        """segment_start (B, T)."""
+        t = np.broadcast_to(np.arange(self.T), (self.B, self.T))
+        if self.random:
+            border = np.random.default_rng(0).random(t.shape) < 1 / self.document
+            return np.maximum.accumulate(np.where(border, t, 0), axis=1).astype(np.int32)
+        step = self.document or self.T
+        return (t // step * step).astype(np.int32)
 
 
 def cases() -> dict[str, Case]:
-    """The shapes of issue 3 (heads of the 0.5B and 1.5B models), 12 key/value heads, documents."""
+    """The shapes of issue 3 (heads of the 0.5B and 1.5B models), 12 key/value heads; documents of
+    600 tokens, each or on average."""
     found: dict[str, Case] = {}
     for T in (1024, 2048, 4096):
         found[f"1.5B/{T}"] = Case(8, T, 12, 2, 128)
@@ -62,6 +75,8 @@ def cases() -> dict[str, Case]:
     found["1.5B/1024x32"] = Case(32, 1024, 12, 2, 128)
     found["0.5B/1024x32"] = Case(32, 1024, 14, 2, 64)
     found["1.5B/4096/documents"] = Case(8, 4096, 12, 2, 128, document=600)
+    for name in ("1.5B/4096", "1.5B/1024x32", "0.5B/1024x32", "mha/4096"):
+        found[f"{name}/random"] = replace(found[name], document=600, random=True)
     found["1.5B/4095"] = Case(8, 4095, 12, 2, 128)
     return found
 
@@ -78,10 +93,8 @@ class Ours:
         self.dout = bench.random((B, T, H, D), bf16)
         self.out, self.lse = bench.empty(B * T * H * D * 2), bench.empty(B * H * T * 4)
         self.stats = bench.empty(attention.attention_scratch_bytes(B, T, H))
-        step = case.document or T
-        starts = np.tile((np.arange(T) // step * step).astype(np.int32), (B, 1))
         stride = (H + 2 * G) * D * 2
-        self.problem = Problem(B, T, H, G, D, stride, stride, bench.put(starts))
+        self.problem = Problem(B, T, H, G, D, stride, stride, bench.put(case.starts()))
         self.flops = {
             "forward": attention_flops(B, T, H, D),
             "backward": attention_backward_flops(B, T, H, D),
@@ -135,6 +148,25 @@ class Ours:
         return np.array(times[WARM_UPS:])
 
 
+def tiles_of(case: Case, bench: Bench) -> dict[str, Tiles]:
+    """The default, and mma.sync where that is not the default."""
+    shape, device = AttentionShape(case.B, case.T, case.H, case.G, case.D), bench.device
+    found = {"default": default_tiles(shape, device.cc, device.multiprocessors)}
+    return found | ({"mma.sync": default_tiles(shape, (8, 0))} if device.cc == CC else {})
+
+
+def others(case: Case, bench: Bench, kernels: Sequence[str]) -> list[tuple[str, Tiles]]:
+    """Each candidate for these kernels that is no default, alone, with the kernel it is for."""
+    found = []
+    for label, default in tiles_of(case, bench).items():
+        cc = bench.device.cc if label == "default" else (8, 0)
+        for kernel in kernels:
+            for shape in candidates(case.D, cc)[kernel].values():
+                if shape != getattr(default, kernel):
+                    found.append((kernel, replace(default, **{kernel: shape})))
+    return found
+
+
 def report(name: str, case: str, what: str, times: np.ndarray, flops: int) -> None:
     low, middle, high = np.percentile(times, [25, 50, 75])
     line = {
@@ -145,20 +177,18 @@ def report(name: str, case: str, what: str, times: np.ndarray, flops: int) -> No
     print(json.dumps(line), flush=True)
 
 
-def time_ours(bench: Bench, name: str, case: Case, every: bool) -> None:
-    """The default, mma.sync where that is not the default, and with `every` each shape alone."""
+def time_ours(bench: Bench, name: str, case: Case, kernels: Sequence[str]) -> None:
+    """The defaults, and each candidate for these kernels alone."""
     ours = Ours(bench, case)
-    cc = bench.device.cc
-    default, mma = default_tiles(case.D, cc), default_tiles(case.D, (8, 0))
-    ours.launch("forward", default)  # out and lse for the backward
-    for label, tiles in [("default", default)] + [("mma.sync", mma)] * (cc == CC):
+    tiles = tiles_of(case, bench)
+    ours.launch("forward", tiles["default"])  # out and lse for the backward
+    for label, chosen in tiles.items():
         for kernel in ours.flops:
-            report(kernel, name, label, ours.seconds(kernel, tiles), ours.flops[kernel])
-    if every:
-        for kernel, shapes in candidates(case.D, cc).items():
-            for shape in shapes[1:]:
-                tiles = replace(default, **{kernel: shape})
-                report(kernel, name, str(shape), ours.seconds(kernel, tiles), ours.flops[kernel])
+            report(kernel, name, label, ours.seconds(kernel, chosen), ours.flops[kernel])
+    for kernel, chosen in others(case, bench, kernels):
+        for part in (kernel, "backward") if kernel == "dkdv" else (kernel,):
+            label = str(getattr(chosen, kernel))
+            report(part, name, label, ours.seconds(part, chosen), ours.flops[part])
     ours.close()
 
 
@@ -227,34 +257,34 @@ def _compile(task: tuple[int, str, Tiles]) -> None:
             launch_dq(256, 2 * D, 256, 256, (256, 256, 256), p, tiles.dq, 0)
 
 
-def compile_all(every: bool) -> None:
-    """Fill the kernel cache for D = 64 and 128, a process a kernel."""
-    cc = core.open_device(0).cc
-    tasks = []
-    for D in attention.HEAD_DIMS:
-        default, mma = default_tiles(D, cc), default_tiles(D, (8, 0))
-        for kernel, shapes in candidates(D, cc).items():
-            chosen = shapes if every else [getattr(default, kernel), getattr(mma, kernel)]
-            tasks += [(D, kernel, replace(default, **{kernel: shape})) for shape in chosen]
+def compile_all(bench: Bench, chosen: list[Case], kernels: Sequence[str]) -> None:
+    """Fill the kernel cache, a process a kernel."""
+    tasks = {}
+    for case in chosen:
+        found = [(k, tiles) for tiles in tiles_of(case, bench).values() for k in KERNELS]
+        for kernel, tiles in found + others(case, bench, kernels):
+            tasks[case.D, kernel, getattr(tiles, kernel)] = (case.D, kernel, tiles)
     with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
-        pool.map(_compile, tasks, chunksize=1)
+        pool.map(_compile, tasks.values(), chunksize=1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs="*", default=list(cases()), choices=list(cases()))
-    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--compile-only", action="store_true", help="--compile, and end")
+    parser.add_argument("--tiles", nargs="*", choices=KERNELS)
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
-    if arguments.compile:
-        compile_all(arguments.tiles)
+    tiles = list(KERNELS) if arguments.tiles == [] else arguments.tiles or []
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
         torch = None
     with Bench("attention") as bench:
-        for name in arguments.case:
-            time_ours(bench, name, cases()[name], arguments.tiles)
+        if arguments.compile or arguments.compile_only:
+            compile_all(bench, [cases()[name] for name in arguments.case], tiles)
+        for name in [] if arguments.compile_only else arguments.case:
+            time_ours(bench, name, cases()[name], tiles)
             if torch is not None and not cases()[name].document:
                 time_torch(torch, name, cases()[name])
 

@@ -44,6 +44,7 @@ def _attention() -> list[Part]:
             found.append(Part(f"attention {kernels} {D}", file, f"{both} and {small}"))
     found.append(Part("attention wgmma, items", file, "8-257-14 and wgmma and test_forward"))
     found.append(Part("attention wgmma, dq items", file, "8-257-14 and wgmma and test_backward"))
+    found.append(Part("attention dkdv items", file, "other_dkdv and 24-140-12-6"))
     found += [Part(f"attention tiles {D}", file, f"every_tile and 131-None-{D}") for D in (64, 128)]
     found.append(Part("attention fp32", file, "test_fp32 or large_scores"))
     return found

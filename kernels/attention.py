@@ -18,12 +18,12 @@ Shapes   B sequences of any length T; H query heads, G key/value heads, H a mult
 Dtypes   bfloat16 in and out, float32 lse and sums (P and dS are rounded to bfloat16 before their
          products); or everything float32 (attention_simt.py: tests, no speed goal).
 Errors   bfloat16: P and dS carry 2^-8 relative each, out and gradients round once more; lse is
-         exact to the score's float32 rounding, about 1e-6. No atomics: bitwise reproducible.
+         exact to the score's float32 rounding, about 1e-6. No sum by atomics: bitwise reproducible.
 Cost     attention_flops, attention_backward_flops. Scratch: two float32 rows a head, backward only.
-Where    attention_forward, attention_backward, attention_dkdv: mma.sync, every card from sm_80;
-         attention_hopper, attention_hopper_backward, attention_hopper_dkdv: wgmma and TMA, sm_90;
-         attention_dkdv_parts, attention_hopper_items: other ways to dK and dV. attention_launch
-         chooses.
+Where    mma.sync, every card from sm_80: attention_forward; attention_backward (dQ); dK and dV by
+         attention_dkdv, where query heads share keys by attention_dkdv_parts. wgmma and TMA, sm_90:
+         attention_hopper; attention_hopper_backward (dQ); dK and dV by attention_hopper_dkdv at
+         D = 64, attention_hopper_items at 128. attention_launch chooses.
 Source   Dao 2023, arXiv:2307.08691; Ainslie et al. 2023, arXiv:2305.13245. Written from the
          equations.
 """

@@ -1,17 +1,19 @@
 """Attention's tile shapes by measurement: the names under which choices are kept, and the timing of
 candidates.
 
-A choice is an index into `attention_launch.candidates`, whose first is the default. It is kept for
-the machine and with a run, beside the products' (matmul.py): another shape sums in another order.
+A choice is a number in `attention_launch.candidates`; without one a run takes `default_tiles`. It
+is kept for the machine and with a run, beside the products' (matmul.py): another shape sums in
+another order.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from llmq_nb.core.device import create_event, elapsed_seconds, record_event
 from llmq_nb.kernels import attention_backward, elementwise
 from llmq_nb.kernels.attention import attention_launch, attention_scratch_bytes
+from llmq_nb.kernels.attention_hopper_tiles import Wgmma
 from llmq_nb.kernels.attention_launch import (
     Tiles,
     candidates,
@@ -20,39 +22,38 @@ from llmq_nb.kernels.attention_launch import (
     launch_dq,
     launch_forward,
 )
-from llmq_nb.kernels.attention_tiles import Problem
+from llmq_nb.kernels.attention_tiles import AttentionShape, Problem, Tile
 
 KERNELS = ("forward", "dkdv", "dq")
 TIMINGS, LAUNCHES = 3, 4
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Extents of a run's attention; bfloat16, causal."""
-
-    B: int
-    T: int
-    H: int
-    G: int
-    D: int
-
-    def name(self, kernel: str) -> str:
-        """Under which a kernel's choice is kept."""
-        return f"attention {kernel} {self.B}x{self.T}, {self.H}/{self.G} heads of {self.D}"
+def default_numbers(
+    shape: AttentionShape, cc: tuple[int, int], multiprocessors: int
+) -> dict[str, int]:
+    """Of `default_tiles`, by kernel."""
+    tiles = default_tiles(shape, cc, multiprocessors)
+    return {
+        kernel: next(i for i, tile in shapes.items() if tile == getattr(tiles, kernel))
+        for kernel, shapes in candidates(shape.D, cc).items()
+    }
 
 
 def chosen_tiles(
-    choices: MutableMapping[str, int], shape: AttentionShape, cc: tuple[int, int]
+    choices: MutableMapping[str, int],
+    shape: AttentionShape,
+    cc: tuple[int, int],
+    multiprocessors: int,
 ) -> Tiles:
     """The tiles of a run. What has no choice yet, or one that this version does not know, gets the
-    default (0), and that is written into `choices`: the run keeps what it started with."""
-    tiles = default_tiles(shape.D, cc)
+    default, and that is written into `choices`: the run keeps what it started with."""
+    numbers, tiles = default_numbers(shape, cc, multiprocessors), {}
     for kernel, shapes in candidates(shape.D, cc).items():
         name = shape.name(kernel)
-        if not 0 <= choices.get(name, 0) < len(shapes):
-            del choices[name]
-        tiles = replace(tiles, **{kernel: shapes[choices.setdefault(name, 0)]})
-    return tiles
+        if choices.get(name) not in shapes:
+            choices[name] = numbers[kernel]
+        tiles[kernel] = shapes[choices[name]]
+    return Tiles(**tiles)
 
 
 def is_attention(name: str) -> bool:
@@ -64,7 +65,8 @@ class AttentionTimer:
     """Buffers of one shape in `memory` (timing_bytes of it, overwritten), and timed launches."""
 
     def __init__(self, shape: AttentionShape, cc: tuple[int, int], memory: int, stream: Any):
-        self.shape, self.cc, self.stream = shape, cc, stream
+        self.shape, self.stream = shape, stream
+        self.tiles = default_tiles(shape, cc)
         sizes = _sizes(shape)
         starts = [memory + sum(sizes[:i]) for i in range(len(sizes))]
         self.qkv, self.dout, self.dqkv, self.out, self.lse, self.stats = starts
@@ -74,15 +76,15 @@ class AttentionTimer:
         )
         B, T, H, G, D = shape.B, shape.T, shape.H, shape.G, shape.D
         attention_launch(
-            self.out, self.lse, self.qkv, 0, B=B, T=T, H=H, G=G, D=D, tiles=default_tiles(D, cc),
+            self.out, self.lse, self.qkv, 0, B=B, T=T, H=H, G=G, D=D, tiles=self.tiles,
             stream=stream,
         )  # fmt: skip
         attention_backward.statistics_launch(
             self.stats, self.out, self.dout, self.lse, B=B, T=T, H=H, D=D, stream=stream
         )
 
-    def seconds(self, kernel: str) -> list[float]:
-        """Of one launch with each candidate, in their order."""
+    def seconds(self, kernel: str, shapes: list[Tile | Wgmma]) -> list[float]:
+        """Of one launch with each shape."""
         s = self.shape
         row = 2 * s.D
         stride = (s.H + 2 * s.G) * row
@@ -90,15 +92,13 @@ class AttentionTimer:
         q, k, v = (self.qkv + n * row for n in (0, s.H, s.H + s.G))
         dq, dk, dv = (self.dqkv + n * row for n in (0, s.H, s.H + s.G))
         inputs = self.stats, self.dout, (q, k, v), p
-        tiles = default_tiles(s.D, self.cc)
         launches: Mapping[str, Callable[[Any], None]] = {
             "forward": lambda shape: launch_forward(
-                self.out, self.lse, q, k, v, p, replace(tiles, forward=shape), self.stream
+                self.out, self.lse, q, k, v, p, replace(self.tiles, forward=shape), self.stream
             ),
             "dkdv": lambda shape: launch_dkdv(dk, dv, stride, *inputs, shape, self.stream),
             "dq": lambda shape: launch_dq(dq, stride, *inputs, shape, self.stream),
         }
-        shapes = candidates(s.D, self.cc)[kernel]
         return [self._time(lambda shape=shape: launches[kernel](shape)) for shape in shapes]
 
     def _time(self, launch: Callable[[], None]) -> float:

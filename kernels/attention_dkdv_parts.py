@@ -51,7 +51,7 @@ TILES: dict[int, tuple[Tile, ...]] = {
     64: (),
     128: (Tile(64, 64, stages=1, parts=2), Tile(32, 64, parts=2)),
 }
-"""Shapes by head_dim. Not run on a GPU yet: candidates, not the default."""
+"""Shapes by head_dim; the first is the default where query heads share keys."""
 
 
 def shared_bytes(D: int, tile: Tile) -> int:

@@ -2,7 +2,8 @@ r"""Attention backward on wgmma and TMA, for sm_90: dK and dV, in another way th
 attention_hopper_dkdv (equations: attention.py; causal only).
 
 A block takes item after item (64 keys a warpgroup of one key/value head): the next item's first
-tiles, K and V travel while this one's results are written. Or a cluster of two takes one item, each
+tiles, K and V travel while this one's results are written. Which one is next is counted, so that
+blocks end together whatever the lengths of documents are. Or a cluster of two takes one item, each
 block half of its query tiles; at the end one gets the other's dK, the other its dV, and adds it to
 its own: where items are too few to occupy the card. Order of tiles: attention_hopper_transposed.
 
@@ -31,23 +32,24 @@ from llmq_nb.kernels.attention_hopper_tiles import (
     make_load_halves,
     n_major,
     persistent_grid,
+    take_work,
 )
 from llmq_nb.kernels.attention_hopper_transposed import (
     QUERY_TILE,
     STAGE_BITS,
     STAGES,
-    even_swath,
     make_exchange,
     make_key_item,
     make_write_rows,
+    read_item,
     release_next,
     share,
     wrap_heads,
 )
-from llmq_nb.kernels.attention_tiles import LOG2E, ZERO, Problem, divide
+from llmq_nb.kernels.attention_tiles import LEAST_BLOCKS, LOG2E, ZERO, Problem, divide
 from llmq_nb.kernels.compile import CompileCase, Options
 from llmq_nb.kernels.launch import cdiv, kernel
-from llmq_nb.kernels.ptx import shfl_idx, smem_addr, syncwarp
+from llmq_nb.kernels.ptx import shfl_idx, smem_addr, sts128, syncwarp
 from llmq_nb.kernels.ptx_hopper import (
     bulk_g2s,
     cluster_sync,
@@ -58,11 +60,15 @@ from llmq_nb.kernels.ptx_hopper import (
     mbar_init,
     mbar_wait,
 )
+from llmq_nb.kernels.tensor_map import work_counter
 
-SIGNATURE = (types.uint64,) * 8 + (types.int32,) * 8 + (types.float32,) * 2
+SIGNATURE = (types.uint64,) * 9 + (types.int32,) * 8 + (types.float32,) * 2
 SHAPES = [Wgmma(2, 64, cluster=1), Wgmma(2, 64, cluster=2)]
-"""For either head_dim. Not run on a GPU yet: candidates, not the default."""
+"""For either head_dim: item after item, and a pair of blocks an item."""
+KEYS = 64 * SHAPES[0].warpgroups
+"""Of an item."""
 ONE = np.float32(1.0)
+BARRIERS = (2 + 2 * STAGES) * 8  # bytes
 
 
 def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
@@ -87,11 +93,11 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
     begin, advance, finish = make_steps(D, KV_HALF, Q_HALF)
     send, receive = make_exchange(ACC)
     write = make_write_rows(D)
-    work_of, item_of = make_key_item(BLOCK_ROWS, CLUSTER)
+    item_of = make_key_item(BLOCK_ROWS)
 
     def attention_dkdv_items(
-        dk, dv, q_map, k_map, v_map, dout_map, stats, segment_start, heads, T, padded, H, group,
-        tiles, swath, dkv_stride, scale, scale_log2,
+        dk, dv, q_map, k_map, v_map, dout_map, stats, segment_start, counter, heads, T, padded, H,
+        group, tiles, swath, dkv_stride, scale, scale_log2,
     ):  # fmt: skip
         sk = np.uint32((smem_addr(cuda.shared.array(0, dtype=types.uint32)) + 1023) & 0xFFFFFC00)
         sv = np.uint32(sk + KV_BYTES)
@@ -102,7 +108,8 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
         full = np.uint32(kv_full + 8)
         kv_empty = np.uint32(full + STAGES * 8)
         empty = np.uint32(kv_empty + 8)
-        dump = np.uint32(empty + STAGES * 8)
+        words = np.uint32(kv_full + BARRIERS)  # of the item in work
+        dump = np.uint32(words + 16)
         tid = cuda.threadIdx.x
         warp = shfl_idx(tid >> 5, 0)
         lane = tid & 31
@@ -117,14 +124,17 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
         cuda.syncthreads()  # the barriers exist
         turn = np.uint32(0)  # tiles before this item: stage and phase
         item = 0
-        work = work_of(0)
 
         if warp >= 4 * CONSUMERS:
             release()
-            while warp == 4 * CONSUMERS and work < heads * tiles:
-                b, g, n0, _, per_head = item_of(
+            total = heads * tiles
+            work = np.int64(cuda.blockIdx.x >> (CLUSTER - 1))
+            while warp == 4 * CONSUMERS and work < total:
+                bg, n0, open_end, per_head = item_of(
                     work, segment_start, heads, T, kv_heads, tiles, swath
                 )
+                b = divide(bg, kv_heads)
+                g = np.int64(bg - b * kv_heads)
                 mine = share(per_head * group, rank, CLUSTER)
                 h, m0 = wrap_heads(np.int32(rank), np.int32(n0 + per_head * QUERY_TILE - 64), group)
                 if lane == 0:
@@ -145,16 +155,23 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
                             bulk_g2s(target, row, QUERY_TILE * 4, ready)
                             h, m0 = wrap_heads(np.int32(h + CLUSTER), m0, group)
                             turn = np.uint32(turn + 1)
-                        if (
-                            it == 0
-                        ):  # behind the first tile: their buffer is free later than a stage
+                        if it == 0:  # behind the tile: their buffer is free later than a stage
                             mbar_wait(kv_empty, (item & 1) ^ 1)
+                            sts128(words, (bg, n0, open_end, per_head))
                             mbar_expect(kv_full, 2 * KV_BYTES)
                             load_kv(sk, k_map, g, n0, b, kv_full)
                             load_kv(sv, v_map, g, n0, b, kv_full)
-                syncwarp()
                 item += 1
-                work = work_of(item)
+                work = np.int64(total)
+                if CLUSTER == 1:
+                    if lane == 0:
+                        work = take_work(counter, total)
+                    work = np.int64(shfl_idx(np.int32(work), 0))
+                syncwarp()
+            if tid == ARRIVALS:  # no query tiles: there is nothing left
+                mbar_wait(kv_empty, (item & 1) ^ 1)
+                sts128(words, (0, 0, 0, 0))
+                mbar_arrive(kv_full)
             if CLUSTER == 2:
                 cluster_sync()  # as the consumers
                 cluster_sync()
@@ -176,11 +193,12 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
             query_t = descriptor(N_MAJOR, sq)
             tile_row = np.int32(wg * 64 + (warp & 3) * 16 + (lane >> 2))
             column = np.int32((lane & 3) << 1)
-            while work < heads * tiles:
-                b, g, n0, open_end, per_head = item_of(
-                    work, segment_start, heads, T, kv_heads, tiles, swath
-                )
-                base = np.int64(b) * T
+            mbar_wait(kv_full, 0)
+            bg, n0, open_end, per_head = read_item(words)
+            while per_head > 0:
+                b = divide(bg, kv_heads)
+                g = bg - b * kv_heads
+                base = b * T
                 own_key = np.int32(n0 + wg * 64)
                 own_row = np.int32(n0 + tile_row)
                 mine = share(per_head * group, rank, CLUSTER)
@@ -190,7 +208,6 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
                 for i in range(ACC):
                     gk[i] = ZERO
                     gv[i] = ZERO
-                mbar_wait(kv_full, item & 1)
                 if count > 0:
                     stage = turn & LAST_STAGE
                     at = np.uint32(stage * STAGE)
@@ -234,13 +251,14 @@ def make_attention_dkdv_items(D: int, CONSUMERS: int, CLUSTER: int):
                         receive(gk, sq)
                     else:
                         receive(gv, sq)
-                target = (np.int64(b) * T + n0) * dkv_stride + g * (2 * D)
+                target = (base + n0) * dkv_stride + g * (2 * D)
                 if CLUSTER == 1 or rank == 0:
                     write(dk + target, dkv_stride, so, gk, tile_row, T - n0, scale)
                 if CLUSTER == 1 or rank == 1:
                     write(dv + target, dkv_stride, so, gv, tile_row, T - n0, ONE)
                 item += 1
-                work = work_of(item)
+                mbar_wait(kv_full, item & 1)
+                bg, n0, open_end, per_head = read_item(words)
 
     return attention_dkdv_items
 
@@ -255,10 +273,10 @@ def _options(tile: Wgmma) -> Options:
 
 def shared_bytes(D: int, tile: Wgmma) -> int:
     """Dynamic shared memory a block: alignment, K, V, stages of Q, dO and statistics, a half
-    of the results, barriers."""
+    of the results, barriers, the item."""
     tiles = 4 * D * (64 * tile.warpgroups + STAGES * QUERY_TILE)
     staged = 64 * tile.warpgroups * HALF_ROW
-    return 1024 + tiles + staged + STAGES * (8 * QUERY_TILE + 16) + 32
+    return 1024 + tiles + staged + STAGES * 8 * QUERY_TILE + BARRIERS + 16 + 16
 
 
 def dkdv_launch(
@@ -274,12 +292,11 @@ def dkdv_launch(
     tiles = cdiv(p.T, rows)
     items = p.B * p.G * tiles
     grid = 2 * items if tile.cluster == 2 else persistent_grid(items)
-    swath = p.swath(2 * p.group, tiles)
-    if grid < items:
-        swath = even_swath(p.B * p.G, p.T, p.group, rows, grid, 2 * swath)
+    swath = p.swath(2 * p.group, tiles, least=2 * LEAST_BLOCKS)
     launch(
         stream, (grid,), dk, dv,
-        *input_maps(qkv, dout, QUERY_TILE, rows, p), stats, p.segment_start, p.B * p.G, p.T,
+        *input_maps(qkv, dout, QUERY_TILE, rows, p), stats, p.segment_start,
+        work_counter(dk), p.B * p.G, p.T,
         padded_length(p.T), p.H, p.group, tiles, swath, stride, p.scale, p.scale * float(LOG2E),
     )  # fmt: skip
 

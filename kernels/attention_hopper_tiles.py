@@ -26,7 +26,7 @@ from llmq_nb.kernels.attention_tiles import (
 )
 from llmq_nb.kernels.compile import Options
 from llmq_nb.kernels.launch import cdiv
-from llmq_nb.kernels.ptx import bf16x2, lds128, sel_gt, stg128, sts32
+from llmq_nb.kernels.ptx import atom_inc_g, bf16x2, lds128, sel_gt, stg128, sts32
 from llmq_nb.kernels.ptx_hopper import make_wgmma, tma_4d
 from llmq_nb.kernels.tensor_map import tensor_map
 
@@ -187,6 +187,14 @@ def next_work(item):
     blocks = cuda.gridDim.x
     step = cuda.blockIdx.x if (item & 1) == 0 else blocks - 1 - cuda.blockIdx.x
     return np.int64(item) * blocks + step
+
+
+@cuda.jit(device=True)
+def take_work(counter, total):
+    """The next item that no block has, `total` or more if there is none, for one thread of a block.
+    A block begins with that of its own number and calls this until there is none: `total` calls in
+    all, so the counter ends at 0 again. What comes of an item does not depend on who takes it."""
+    return np.int64(atom_inc_g(counter, np.uint32(total - 1))) + cuda.gridDim.x
 
 
 def make_item(QUERIES: int, KEYS: int):

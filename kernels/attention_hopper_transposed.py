@@ -7,8 +7,6 @@ Order of tiles  From the last queries down, at each position one head of the gro
                 turns: tile i is block i % 2's.
 """
 
-import functools
-
 import numpy as np
 from numba import cuda
 
@@ -20,7 +18,6 @@ from llmq_nb.kernels.attention_tiles import (
     first_key,
     queries_end,
 )
-from llmq_nb.kernels.launch import cdiv
 from llmq_nb.kernels.ptx import (
     bf16x2,
     ex2,
@@ -28,6 +25,7 @@ from llmq_nb.kernels.ptx import (
     lds64f,
     lds128,
     sel_gt,
+    shfl_idx,
     stg128,
     sts32,
     syncwarp,
@@ -79,30 +77,35 @@ def score_gradients_transposed(dp, s, stats):
 
 
 # ---- order of work -----------------------------------------------------------------------------
-def make_key_item(KEYS: int, CLUSTER: int):
-    """(work_of, item_of). work_of(item): which piece of work is this block's or cluster's number
-    `item`, to and fro as next_work. item_of(work, ...): (sequence, key/value head, first key, first
-    query that does not see every key, query tiles of a head). Whole warps must call it."""
-
-    @cuda.jit(device=True)
-    def work_of(item):
-        blocks = cuda.gridDim.x >> (CLUSTER - 1)
-        block = cuda.blockIdx.x >> (CLUSTER - 1)
-        step = block if (item & 1) == 0 else blocks - 1 - block
-        return np.int64(item) * blocks + step
+# The producer decides which item is next and hands it to the consumers through shared memory: it is
+# ahead of them, so neither the counter nor the search for the item's queries holds them up.
+def make_key_item(KEYS: int):
+    """item_of(work, ...): (sequence and key/value head, first key, first query that does not see
+    every key, query tiles of a head: at least one) of a piece of work. Whole warps must call it."""
 
     @cuda.jit(device=True)
     def item_of(work, segment_start, heads, T, kv_heads, tiles, swath):
         bg, tile = block_order(work, heads, tiles, swath)  # tile 0: most queries
-        b = divide(bg, kv_heads)
-        base = np.int64(b) * T
+        base = divide(bg, kv_heads) * T
         n0 = tile * KEYS
         m_end = queries_end(segment_start, base, min(n0 + KEYS, T) - 1, T)
         open_end = queries_end(segment_start, base, n0, T)
         per_head = (m_end - n0 + QUERY_TILE - 1) // QUERY_TILE
-        return b, bg - b * kv_heads, np.int32(n0), np.int32(open_end), np.int32(per_head)
+        return np.int32(bg), np.int32(n0), np.int32(open_end), np.int32(per_head)
 
-    return work_of, item_of
+    return item_of
+
+
+@cuda.jit(device=True)
+def read_item(shared):
+    """What item_of gave, from the four words at a shared address. Whole warps."""
+    a, b, c, d = lds128(shared)
+    return (
+        np.int32(shfl_idx(a, 0)),
+        np.int32(shfl_idx(b, 0)),
+        np.int32(shfl_idx(c, 0)),
+        np.int32(shfl_idx(d, 0)),
+    )
 
 
 @cuda.jit(device=True)
@@ -127,26 +130,6 @@ def release_next(full, empty, turn):
     mbar_wait(full + stage * 8, (turn >> STAGE_BITS) & 1)
     mbar_arrive(empty + stage * 8)
     return np.uint32(turn + 1)
-
-
-@functools.lru_cache(maxsize=256)
-def even_swath(heads: int, T: int, group: int, rows: int, blocks: int, most: int) -> int:
-    """Heads at a time, at most about `most`, for which work_of gives `blocks` blocks the most even
-    work: items of `rows` keys. In query tiles; three are what an item costs beside its own."""
-    lengths = np.arange(T, 0, -rows) * group / QUERY_TILE + 3
-    rounds = cdiv(heads * len(lengths), blocks)
-    least = max(1, blocks // (2 * len(lengths)))
-    swaths, spans = range(min(least, heads), min(max(least, most), heads) + 1), []
-    for swath in swaths:
-        whole, rest = divmod(heads, swath)
-        work = np.zeros(rounds * blocks)
-        order = [np.tile(np.repeat(lengths, swath), whole), np.repeat(lengths, rest)]
-        work[: heads * len(lengths)] = np.concatenate(order)
-        work = work.reshape(rounds, blocks)
-        work[1::2] = work[1::2, ::-1]
-        spans.append(work.sum(0).max())
-    near = np.array(spans) <= 1.005 * min(spans)
-    return swaths[int(near.argmax())]  # the smallest of them, for the L2 cache
 
 
 # ---- results -----------------------------------------------------------------------------------

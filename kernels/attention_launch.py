@@ -2,7 +2,7 @@
 attention.py)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmq_nb.core.dtype import DType
@@ -19,12 +19,15 @@ from llmq_nb.kernels import (
 )
 from llmq_nb.kernels.attention_backward import padded_length
 from llmq_nb.kernels.attention_hopper_tiles import CC, Wgmma
-from llmq_nb.kernels.attention_tiles import LEAST_BLOCKS, Problem, Tile
+from llmq_nb.kernels.attention_tiles import LEAST_BLOCKS, AttentionShape, Problem, Tile
 from llmq_nb.kernels.compile import Options
 from llmq_nb.kernels.launch import cdiv, kernel
 from llmq_nb.kernels.ptx import SIMULATED
 
 LOG2E = math.log2(math.e)
+MULTIPROCESSORS = 132
+"""Of an H200: where no GPU says how many."""
+ITEMS, PAIRS = attention_hopper_items.SHAPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +39,9 @@ class Tiles:
     dq: Tile | Wgmma
 
 
-def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
-    """Tile shapes for a compute capability without tuning: wgmma on 9.0; two blocks a
-    multiprocessor where it has 100 KB of shared memory (8.6, 8.9, 12.x), the largest elsewhere."""
-    if cc == CC:
-        return Tiles(
-            attention_hopper.SHAPES[D][0],
-            attention_hopper_dkdv.SHAPES[D][0],
-            attention_hopper_backward.SHAPES[D][0],
-        )
+def _mma_tiles(D: int, cc: tuple[int, int]) -> Tiles:
+    """mma.sync without regard to the heads: two blocks a multiprocessor where it has 100 KB of
+    shared memory (8.6, 8.9, 12.x), the largest elsewhere."""
     small = cc not in ((8, 0), (10, 0))
     pick = -1 if small else 0
     return Tiles(
@@ -54,24 +51,47 @@ def default_tiles(D: int, cc: tuple[int, int]) -> Tiles:
     )
 
 
-def candidates(D: int, cc: tuple[int, int]) -> dict[str, list[Tile | Wgmma]]:
-    """Every shape that a card can run, by kernel (field of Tiles); the default is the first."""
-    found: dict[str, list[Tile | Wgmma]] = {
-        "forward": [*attention_forward.TILES[D]],
-        "dkdv": [*attention_dkdv.TILES[D]],
-        "dq": [*attention_backward.TILES[D]],
-    }
+def default_tiles(
+    shape: AttentionShape, cc: tuple[int, int], multiprocessors: int = MULTIPROCESSORS
+) -> Tiles:
+    """Tile shapes without tuning, by what was faster on an H200 (bench/README.md).
+
+    dK and dV at D = 128: where query heads share keys, one block has so much to do that dividing it
+    pays: by mma.sync between two parts of a block. By wgmma between two blocks where there are no
+    more items than multiprocessors; otherwise a block takes item after item.
+    """
+    D = shape.D
     if cc == CC:
-        found["forward"] += attention_hopper.SHAPES[D]
-        found["dkdv"] += attention_hopper_dkdv.SHAPES[D]
-        found["dq"] += attention_hopper_backward.SHAPES[D]
-    found["dkdv"] += attention_dkdv_parts.TILES[D]
-    if cc == CC:
-        found["dkdv"] += attention_hopper_items.SHAPES
-    default = default_tiles(D, cc)
-    for name, shapes in found.items():
-        first = getattr(default, name)
-        found[name] = [first, *(shape for shape in shapes if shape != first)]
+        dkdv = attention_hopper_dkdv.SHAPES[D][0]
+        if D == 128:
+            items = shape.B * shape.G * cdiv(shape.T, attention_hopper_items.KEYS)
+            dkdv = ITEMS if items > multiprocessors else PAIRS
+        return Tiles(attention_hopper.SHAPES[D][0], dkdv, attention_hopper_backward.SHAPES[D][0])
+    tiles = _mma_tiles(D, cc)
+    if D == 128 and shape.group > 1:
+        return replace(tiles, dkdv=attention_dkdv_parts.TILES[D][0])
+    return tiles
+
+
+def candidates(D: int, cc: tuple[int, int]) -> dict[str, dict[int, Tile | Wgmma]]:
+    """The shapes that a card may choose among, by kernel (field of Tiles) and number.
+
+    A number belongs to its shape for good, for runs keep it: a new shape gets the next one.
+    """
+    if cc == CC:  # the numbers left out were mma.sync's, which was never the faster there
+        return {
+            "forward": dict(zip((0, 3, 4), attention_hopper.SHAPES[D], strict=False)),
+            "dkdv": {0: attention_hopper_dkdv.SHAPES[D][0], 5: ITEMS, 6: PAIRS},
+            "dq": {0: attention_hopper_backward.SHAPES[D][0]},
+        }
+    found: dict[str, dict[int, Tile | Wgmma]] = {}
+    for name, shapes in (
+        ("forward", attention_forward.TILES[D]),
+        ("dkdv", attention_dkdv.TILES[D] + attention_dkdv_parts.TILES[D]),
+        ("dq", attention_backward.TILES[D]),
+    ):
+        zero = getattr(_mma_tiles(D, cc), name)
+        found[name] = dict(enumerate([zero, *(shape for shape in shapes if shape != zero)]))
     return found
 
 
@@ -79,13 +99,14 @@ def _chosen(tiles: Tiles | None, p: Problem) -> Tiles:
     """The shapes to launch with: wgmma kernels are causal only."""
     if tiles is None:
         if SIMULATED:
-            return default_tiles(p.D, (8, 0))
+            return default_tiles(p, (8, 0))
         from llmq_nb.core.device import current_device
 
-        tiles = default_tiles(p.D, current_device().cc)
+        device = current_device()
+        tiles = default_tiles(p, device.cc, device.multiprocessors)
     if p.causal:
         return tiles
-    other = default_tiles(p.D, (8, 0))
+    other = default_tiles(p, (8, 0))
     shapes = [
         getattr(other if isinstance(getattr(tiles, name), Wgmma) else tiles, name)
         for name in ("forward", "dkdv", "dq")

@@ -61,23 +61,33 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """Extents, byte strides and options that every launch needs."""
+class AttentionShape:
+    """Extents: what the choice of kernels depends on."""
 
     B: int
     T: int
     H: int
     G: int
     D: int
+
+    @property
+    def group(self) -> int:
+        return self.H // self.G
+
+    def name(self, kernel: str) -> str:
+        """Under which a run's choice of one kernel is kept (attention_choice)."""
+        return f"attention {kernel} {self.B}x{self.T}, {self.H}/{self.G} heads of {self.D}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem(AttentionShape):
+    """Extents, byte strides and options that every launch needs."""
+
     q_stride: int
     kv_stride: int
     segment_start: int
     causal: bool = True
     dtype: DType = DType.BF16
-
-    @property
-    def group(self) -> int:
-        return self.H // self.G
 
     @property
     def scale(self) -> float:

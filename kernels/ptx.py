@@ -205,6 +205,8 @@ stg8 = asm_op("stg8", "st.global.b8 [$0], $1;", "", "lr", **_STORE)
 red_max_g = asm_op("red_max_g", "red.global.max.u32 [$0], $1;", "", "lr", **_STORE)
 # integer sums: exact in any order, unlike float ones, which no kernel makes
 red_add_g = asm_op("red_add_g", "red.global.add.u32 [$0], $1;", "", "lr", **_STORE)
+# returns the uint32 in memory and adds 1, or makes it 0 where it was $2 (or more)
+atom_inc_g = asm_op("atom_inc_g", "atom.global.inc.u32 $0, [$1], $2;", "r", "lr", **_STORE)
 
 # ---- shared memory -----------------------------------------------------------------------------
 lds128 = asm_op("lds128", "ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "r", side=True)

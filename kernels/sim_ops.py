@@ -83,6 +83,13 @@ def red_add_g(address: Any, value: Any) -> None:
         stg32(address, _u32(int(ldg32(address)) + _u32(value)))
 
 
+def atom_inc_g(address: Any, last: Any) -> np.uint32:
+    with sim._lock:
+        old = ldg32(address)
+        stg32(address, 0 if int(old) >= int(last) else int(old) + 1)
+    return old
+
+
 def cp16(shared: Any, source: Any) -> None:
     sim.write(shared, sim.read(source, 16))
 

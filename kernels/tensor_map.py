@@ -1,10 +1,11 @@
-"""Tensor maps for TMA copies (sm_90 and later), kept in device memory.
+"""Tensor maps for TMA copies (sm_90 and later), kept in device memory, and counters of work.
 
 A kernel takes the address of a 64-byte aligned copy of the driver's 128 bytes. Maps are remembered
 by what they describe, so a launch with known buffers makes no copy (and may be captured).
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,20 @@ def tensor_map(
     strides: bytes, of all but the innermost extent, multiples of 16. box: extents of one copy, the
     innermost 128 bytes (the swizzle). Elements outside the tensor read as zero.
     """
+    key = (address, extents, strides, box, dtype)
+    return _kept(key, lambda: _encode(address, extents, strides, box, dtype))
+
+
+def work_counter(address: int) -> int:
+    """Device address of a word that is 0, for the kernels that write a tensor at `address`, of
+    which no two run at once. They leave it 0."""
+    return _kept(address, lambda: np.zeros(MAP_BYTES, np.uint8))
+
+
+def _kept(key: Any, make: Callable[[], np.ndarray]) -> int:
+    """Device address of MAP_BYTES that are made once."""
     device = current_device()
     known = _maps.setdefault(device.ordinal, {})
-    key = (address, extents, strides, box, dtype)
     if key not in known:
         if device.ordinal not in _slots:
             _slots[device.ordinal] = allocate(MAP_BYTES * MAPS_PER_DEVICE)
@@ -42,7 +54,7 @@ def tensor_map(
             device.synchronize()
             known.clear()
         target = _slots[device.ordinal] + MAP_BYTES * len(known)
-        host = _encode(address, extents, strides, box, dtype)
+        host = make()
         check(driver().cuMemcpyHtoD(target, host.ctypes.data, MAP_BYTES), "copy of a tensor map")
         synchronize_stream(0)  # the call returns before the bytes are there; other streams go on
         known[key] = target

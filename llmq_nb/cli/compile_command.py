@@ -48,7 +48,7 @@ def _print(rows: "list[Timed]") -> None:
     numbers = [Column(name, justify="right") for name in ("default us", "chosen us")]
     table = Table("kernel or product", *numbers, "choice")
     for row in rows:
-        seconds = (row.seconds[0], row.seconds[row.chosen])
-        choice = row.labels[row.chosen] if row.chosen else "default"
+        seconds = (row.seconds[0], row.seconds[row.best])
+        choice = row.labels[row.best] if row.best else "default"
         table.add_row(row.name, *(f"{1e6 * s:.1f}" for s in seconds), choice)
     Console(width=140).print(table)

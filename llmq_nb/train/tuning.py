@@ -8,7 +8,7 @@ have no choice yet are timed when a run starts; attention keeps its defaults unt
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from llmq_nb.kernels.attention_choice import (
     KERNELS,
     AttentionShape,
     AttentionTimer,
+    default_numbers,
     is_attention,
     timing_bytes,
 )
@@ -44,11 +45,17 @@ class Timed:
     seconds: list[float]
     """Of a launch with each candidate, infinite if ruled out; the first is the default."""
     labels: list[str]
+    numbers: Sequence[int]
+    """Under which the candidates are kept."""
+
+    @property
+    def best(self) -> int:
+        """Place of the fastest, if it is clearly faster than the default."""
+        return best_of(self.seconds)
 
     @property
     def chosen(self) -> int:
-        """The fastest, if it is clearly faster than the default."""
-        return best_of(self.seconds)
+        return self.numbers[self.best]
 
 
 # ---- the machine's file ------------------------------------------------------------------------
@@ -126,15 +133,20 @@ def tune(ops: CudaOps, progress: Callable[[str], None]) -> list[Timed]:
             progress(f"timing {i + 1} of {total}: {product}")
             seconds = ops.products.times(ops.products.plan(product), memory, stream=ops.stream)
             labels = [f"algorithm {k}" for k in range(len(seconds))]
-            found.append(Timed(str(product), seconds, labels))
+            found.append(Timed(str(product), seconds, labels, range(len(seconds))))
             ops.products.plan(product).choose(found[-1].chosen)  # part of a swiglu shape's timing
         if with_attention:
             ops.fill_memory(memory, needed - WORKSPACE_BYTES)
             timer = AttentionTimer(shape, device.cc, memory, ops.stream)
+            default = default_numbers(shape, device.cc, device.multiprocessors)
             for kernel, tiles in candidates(m.D, device.cc).items():
                 progress(f"timing {len(found) + 1} of {total}: {shape.name(kernel)}")
-                labels = [str(tile) for tile in tiles]
-                found.append(Timed(shape.name(kernel), timer.seconds(kernel), labels))
+                first = default[kernel]
+                numbers = [first, *(i for i in tiles if i != first)]
+                order = [tiles[i] for i in numbers]
+                seconds = timer.seconds(kernel, order)
+                labels = [str(tile) for tile in order]
+                found.append(Timed(shape.name(kernel), seconds, labels, numbers))
         synchronize_stream(ops.stream)
     finally:
         free(memory)

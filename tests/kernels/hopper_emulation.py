@@ -98,6 +98,18 @@ def tensor_map(
     return len(_maps) - 1
 
 
+_counters: dict[int, np.ndarray] = {}
+
+
+def work_counter(address: int) -> int:
+    """A word for each tensor, which the kernels before have left 0."""
+    if address not in _counters:
+        _counters[address] = np.zeros(1, np.uint32)
+        sim.register(_counters[address])
+    assert _counters[address][0] == 0
+    return _counters[address].ctypes.data
+
+
 def tma_4d(shared: Any, handle: Any, x: Any, y: Any, z: Any, w: Any, barrier: Any) -> None:
     """A box of (64, 1, rows, 1): rows of 128 bytes, chunk c of row r at c ^ (r & 7)."""
     address, extents, strides, box = _maps[int(handle)]
@@ -241,7 +253,8 @@ STAND_INS: dict[str, Any] = {
     "sts128f_cluster": sts128f_cluster, "kernel": _kernel,
     "settle": _nothing, "make_settle": _make_nothing, "mbar_init": mbar_init,
     "mbar_expect": mbar_expect, "mbar_arrive": mbar_arrive, "mbar_wait": mbar_wait,
-    "tensor_map": tensor_map, "tma_4d": tma_4d, "bulk_g2s": bulk_g2s, "make_wgmma": make_wgmma,
+    "tensor_map": tensor_map, "work_counter": work_counter, "tma_4d": tma_4d, "bulk_g2s": bulk_g2s,
+    "make_wgmma": make_wgmma,
     "fence_async": _nothing, "wgmma_commit": _nothing, "make_pin": _make_nothing,
     "make_set_registers": _make_nothing, "make_wgmma_fence": _make_nothing,
     "make_wgmma_wait": _make_nothing,

@@ -12,7 +12,7 @@ from llmq_nb.kernels import (
     attention_forward,
 )
 from llmq_nb.kernels.attention_launch import Tiles, default_tiles
-from llmq_nb.kernels.attention_tiles import Tile
+from llmq_nb.kernels.attention_tiles import AttentionShape, Tile
 from llmq_nb.kernels.compile import to_ptx
 from tests.kernels.attention_checks import (
     FP32_CASES,
@@ -70,7 +70,7 @@ def test_shapes_for_two_blocks_a_multiprocessor() -> None:
     """Every kernel has a shape of which two blocks fit 100 KB (1 KB of each is CUDA's)."""
     half = 102400 // 2 - 1024
     for D in attention.HEAD_DIMS:
-        small = default_tiles(D, (8, 6))
+        small = default_tiles(AttentionShape(1, 1, 1, 1, D), (8, 6))
         for module, shape in (
             (attention_forward, small.forward),
             (attention_dkdv, small.dkdv),

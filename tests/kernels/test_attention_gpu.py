@@ -7,10 +7,10 @@ from itertools import zip_longest
 import pytest
 
 from llmq_nb.core.device import device_count, open_device
-from llmq_nb.kernels import attention, attention_dkdv_parts, attention_hopper_items
+from llmq_nb.kernels import attention
 from llmq_nb.kernels.attention_hopper_tiles import CC, Wgmma
 from llmq_nb.kernels.attention_launch import Tiles, candidates, default_tiles
-from llmq_nb.kernels.attention_tiles import Tile
+from llmq_nb.kernels.attention_tiles import AttentionShape, Tile
 from llmq_nb.kernels.ptx import SIMULATED as SIMULATOR
 from tests.kernels.attention_checks import (
     FP32_CASES,
@@ -24,8 +24,8 @@ from tests.kernels.attention_checks import (
 from tests.kernels.harness import Device
 
 # T: 1; either side of 64 and 128 (every tile edge); several tiles with a ragged end; documents
-# longer and shorter than a tile; groups of 1, 2, 3, 6, 7 (the models'); more work items than a
-# GPU has multiprocessors.
+# longer and shorter than a tile; groups of 1, 2, 3, 6, 7 (the models'); more work items than twice
+# the multiprocessors of a GPU, of the forward pass and (24 x 140) of dK and dV.
 GPU_SHAPES = [
     (1, 1, 1, 1, None),
     (2, 17, 3, 1, 5.0),
@@ -40,6 +40,7 @@ GPU_SHAPES = [
     (1, 1000, 3, 1, 150.0),
     (2, 1024, 2, 2, None),
     (8, 257, 14, 2, 60.0),
+    (24, 140, 12, 6, 50.0),
 ]
 
 
@@ -53,8 +54,9 @@ def implementations() -> list[str]:
     return ["mma.sync", "wgmma"] if compute_capability() == CC else ["mma.sync"]
 
 
-def tiles_of(implementation: str, D: int) -> Tiles:
-    return default_tiles(D, (9, 0) if implementation == "wgmma" else (8, 0))
+def tiles_of(implementation: str, D: int, B: int = 1, T: int = 1, H: int = 1, G: int = 1) -> Tiles:
+    shape = AttentionShape(B, T, H, G, D)
+    return default_tiles(shape, CC if implementation == "wgmma" else (8, 0))
 
 
 @pytest.mark.gpu
@@ -62,7 +64,7 @@ def tiles_of(implementation: str, D: int) -> Tiles:
 @pytest.mark.parametrize("D", attention.HEAD_DIMS)
 @pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
 def test_forward(gpu: Device, B, T, H, G, D, mean, implementation) -> None:
-    check_forward(gpu, B, T, H, G, D, mean, tiles_of(implementation, D))
+    check_forward(gpu, B, T, H, G, D, mean, tiles_of(implementation, D, B, T, H, G))
 
 
 @pytest.mark.gpu
@@ -70,17 +72,23 @@ def test_forward(gpu: Device, B, T, H, G, D, mean, implementation) -> None:
 @pytest.mark.parametrize("D", attention.HEAD_DIMS)
 @pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
 def test_backward(gpu: Device, B, T, H, G, D, mean, implementation) -> None:
-    check_backward(gpu, B, T, H, G, D, mean, tiles_of(implementation, D))
+    check_backward(gpu, B, T, H, G, D, mean, tiles_of(implementation, D, B, T, H, G))
+
+
+def cards() -> list[tuple[int, int]]:
+    """Whose candidates this machine can run."""
+    return [(8, 0), CC] if compute_capability() == CC else [compute_capability()]
 
 
 def every_tile() -> list[object]:
     """Sets of shapes in which each candidate of each kernel occurs."""
     found = []
     for D in attention.HEAD_DIMS:
-        shapes = candidates(D, compute_capability())
-        for i, row in enumerate(zip_longest(*shapes.values())):
-            chosen = [shape or kind[0] for shape, kind in zip(row, shapes.values(), strict=True)]
-            found.append(pytest.param(D, Tiles(*chosen), id=f"{D}-{i}"))
+        for cc in cards():
+            shapes = [list(kind.values()) for kind in candidates(D, cc).values()]
+            for i, row in enumerate(zip_longest(*shapes)):
+                chosen = [shape or kind[0] for shape, kind in zip(row, shapes, strict=True)]
+                found.append(pytest.param(D, Tiles(*chosen), id=f"{D}-{cc[0]}-{i}"))
     return found
 
 
@@ -92,32 +100,28 @@ def test_every_tile_shape(gpu: Device, D, tiles, T, mean) -> None:
     check_backward(gpu, 2, T, 6, 2, D, mean, tiles)
 
 
-def dkdv_shapes(D: int) -> list[Tile | Wgmma]:
-    """Of the kernels in which two parts of a block or two blocks add up, or blocks take items."""
-    shapes: list[Tile | Wgmma] = [*attention_dkdv_parts.TILES[D]]
-    return shapes + (attention_hopper_items.SHAPES if compute_capability() == CC else [])
-
-
-OTHER_DKDV = [(D, shape) for D in attention.HEAD_DIMS for shape in dkdv_shapes(D)]
+# dkdv in which two parts of a block or two blocks add up, or blocks take items
+OTHER_DKDV: list[tuple[int, Tile | Wgmma]] = [
+    (D, shape)
+    for D in attention.HEAD_DIMS
+    for cc in cards()
+    for shape in candidates(D, cc)["dkdv"].values()
+    if (shape.cluster > 0 if isinstance(shape, Wgmma) else shape.parts > 1)
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("D", "shape"), [(D, s) for D in attention.HEAD_DIMS for s in dkdv_shapes(D)]
-)
+@pytest.mark.parametrize(("D", "shape"), OTHER_DKDV)
 @pytest.mark.parametrize(("B", "T", "H", "G", "mean"), GPU_SHAPES)
 def test_other_dkdv(gpu: Device, B, T, H, G, D, mean, shape) -> None:
-    tiles = replace(default_tiles(D, compute_capability()), dkdv=shape)
-    check_backward(gpu, B, T, H, G, D, mean, tiles)
+    check_backward(gpu, B, T, H, G, D, mean, replace(tiles_of("mma.sync", D), dkdv=shape))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("D", "shape"), [(D, s) for D in attention.HEAD_DIMS for s in dkdv_shapes(D)]
-)
+@pytest.mark.parametrize(("D", "shape"), OTHER_DKDV)
 def test_other_dkdv_repeats_bit_for_bit(gpu: Device, D, shape) -> None:
-    tiles = replace(default_tiles(D, compute_capability()), dkdv=shape)
-    check_repeats(gpu, 2, 700, 6, 2, D, tiles)
+    """With more items than multiprocessors."""
+    check_repeats(gpu, 24, 140, 12, 6, D, replace(tiles_of("mma.sync", D), dkdv=shape))
 
 
 @pytest.mark.gpu
@@ -146,7 +150,7 @@ def test_user_functions(gpu: Device, T, D, causal) -> None:
 @pytest.mark.parametrize("implementation", implementations())
 @pytest.mark.parametrize("D", attention.HEAD_DIMS)
 def test_repeats_bit_for_bit(gpu: Device, D, implementation) -> None:
-    check_repeats(gpu, 2, 700, 6, 2, D, tiles_of(implementation, D))
+    check_repeats(gpu, 2, 700, 6, 2, D, tiles_of(implementation, D, 2, 700, 6, 2))
 
 
 @pytest.mark.gpu

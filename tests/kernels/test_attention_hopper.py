@@ -17,6 +17,7 @@ from llmq_nb.kernels import (
 )
 from llmq_nb.kernels.attention_hopper_tiles import CC, Wgmma
 from llmq_nb.kernels.attention_launch import Tiles, default_tiles
+from llmq_nb.kernels.attention_tiles import AttentionShape
 from tests.kernels.attention_checks import check_backward, check_forward
 from tests.kernels.harness import Device, run_sim
 from tests.kernels.hopper_emulation import install
@@ -61,5 +62,6 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "shapes"), CASES)
 def test_emulated(case: dict[str, Any], shapes: dict[str, Wgmma]) -> None:
-    tiles = replace(default_tiles(case["D"], CC), **shapes)
+    shape = AttentionShape(*(case[name] for name in "BTHGD"))
+    tiles = replace(default_tiles(shape, CC), **shapes)
     run_sim(check, tiles=tiles, forward="forward" in shapes, backward="dkdv" in shapes, **case)

@@ -10,7 +10,9 @@ import pytest
 
 from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.attention_choice import KERNELS, AttentionShape, chosen_tiles, is_attention
+from llmq_nb.kernels.attention_hopper_tiles import Wgmma
 from llmq_nb.kernels.attention_launch import candidates, default_tiles
+from llmq_nb.kernels.attention_tiles import Tile
 from llmq_nb.kernels.matmul import Shape
 from llmq_nb.kernels.matmul_swiglu import FusedProduct
 from llmq_nb.kernels.products import Products
@@ -105,32 +107,87 @@ def test_a_resumed_run_keeps_its_own_choices(machine: Path) -> None:
 
 
 # ---- choices -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("cc", [(8, 0), (8, 9), (9, 0), (12, 0)])
+CARDS = [(8, 0), (8, 9), (9, 0), (12, 0)]
+
+
+@pytest.mark.parametrize("cc", CARDS)
 @pytest.mark.parametrize("D", [64, 128])
-def test_no_choice_is_the_default_and_is_noted(D: int, cc: tuple[int, int]) -> None:
-    shape = dataclasses.replace(SHAPE, D=D)
+@pytest.mark.parametrize("G", [4, 2])
+def test_no_choice_is_the_default_and_is_noted(D: int, G: int, cc: tuple[int, int]) -> None:
+    shape = dataclasses.replace(SHAPE, D=D, G=G)
     choices: dict[str, int] = {"forward 1x2x3": 3}
-    assert chosen_tiles(choices, shape, cc) == default_tiles(D, cc)
-    noted = {shape.name(kernel): 0 for kernel in KERNELS}
-    assert choices == {"forward 1x2x3": 3, **noted}
-    assert [is_attention(name) for name in choices] == [False, True, True, True]
-
-
-def test_a_choice_is_a_candidate_and_an_unknown_one_the_default() -> None:
-    shapes = candidates(64, (8, 9))
-    assert all(len(found) == len(set(found)) > 1 for found in shapes.values())
-    choices = {SHAPE.name("dq"): 1, FORWARD: len(shapes["forward"]), SHAPE.name("dkdv"): -1}
-    tiles, default = chosen_tiles(choices, SHAPE, (8, 9)), default_tiles(64, (8, 9))
-    assert tiles.dq == shapes["dq"][1] != default.dq
-    assert (tiles.forward, tiles.dkdv) == (default.forward, default.dkdv)
-    assert choices == {SHAPE.name("dq"): 1, FORWARD: 0, SHAPE.name("dkdv"): 0}
+    tiles, shapes = chosen_tiles(choices, shape, cc, 132), candidates(D, cc)
+    assert tiles == default_tiles(shape, cc, 132)
+    assert choices.pop("forward 1x2x3") == 3
+    assert [is_attention(name) for name in ("forward 1x2x3", *choices)] == [False, True, True, True]
+    for kernel in KERNELS:
+        assert shapes[kernel][choices[shape.name(kernel)]] == getattr(tiles, kernel)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "chosen"), [([1.0], 0), ([1.0, 0.99], 0), ([1.0, 0.97, 0.9], 2), ([1.0, 2.0], 0)]
+    ("shape", "cc", "multiprocessors", "dkdv"),
+    [
+        ((8, 1024, 12, 2, 128), (9, 0), 132, Wgmma(2, 64, cluster=2)),  # 128 items
+        ((8, 1024, 12, 2, 128), (9, 0), 114, Wgmma(2, 64, cluster=1)),
+        ((8, 1025, 12, 2, 128), (9, 0), 132, Wgmma(2, 64, cluster=1)),  # 144 items
+        ((8, 4096, 12, 12, 128), (9, 0), 132, Wgmma(2, 64, cluster=1)),
+        ((8, 1024, 14, 2, 64), (9, 0), 132, Wgmma(2, 64)),
+        ((8, 4096, 14, 2, 64), (9, 0), 132, Wgmma(2, 64)),
+        ((8, 2048, 12, 2, 128), (8, 0), 108, Tile(64, 64, stages=1, parts=2)),
+        ((8, 2048, 12, 2, 128), (12, 0), 170, Tile(64, 64, stages=1, parts=2)),
+        ((8, 2048, 12, 12, 128), (8, 0), 108, Tile(64, 64)),
+        ((8, 2048, 12, 12, 128), (8, 9), 128, Tile(32, 64, stages=1)),
+        ((8, 2048, 14, 2, 64), (8, 0), 108, Tile(64, 64)),
+    ],
+)
+def test_the_default_of_dk_and_dv_is_what_was_faster(
+    shape: tuple[int, ...], cc: tuple[int, int], multiprocessors: int, dkdv: Tile | Wgmma
+) -> None:
+    """The table in bench/README.md."""
+    assert default_tiles(AttentionShape(*shape), cc, multiprocessors).dkdv == dkdv
+
+
+def test_a_number_keeps_its_shape() -> None:
+    """What runs have stored since 2026-12-01 still means the same kernels."""
+    assert candidates(128, (9, 0)) == {
+        "forward": {0: Wgmma(2, 128)},
+        "dkdv": {0: Wgmma(2, 64), 5: Wgmma(2, 64, cluster=1), 6: Wgmma(2, 64, cluster=2)},
+        "dq": {0: Wgmma(2, 64)},
+    }
+    assert candidates(64, (9, 0))["forward"] == {0: Wgmma(3, 96), 3: Wgmma(3, 128), 4: Wgmma(4, 64)}
+    assert candidates(128, (8, 0))["dkdv"] == {
+        0: Tile(64, 64),
+        1: Tile(32, 64, stages=1),
+        2: Tile(64, 64, stages=1, parts=2),
+        3: Tile(32, 64, parts=2),
+    }
+    assert candidates(128, (8, 9))["dkdv"][0] == Tile(32, 64, stages=1)
+    assert candidates(64, (8, 9))["forward"] == {0: Tile(64, 64), 1: Tile(128, 64)}
+
+
+def test_a_choice_is_a_candidate_and_an_unknown_one_the_default() -> None:
+    shapes, shape = candidates(64, (8, 9)), SHAPE
+    assert all(len(found) == len(set(found.values())) > 1 for found in shapes.values())
+    choices = {shape.name("dq"): 1, FORWARD: len(shapes["forward"]), shape.name("dkdv"): -1}
+    tiles, default = chosen_tiles(choices, shape, (8, 9), 128), default_tiles(shape, (8, 9), 128)
+    assert tiles.dq == shapes["dq"][1] != default.dq
+    assert (tiles.forward, tiles.dkdv) == (default.forward, default.dkdv)
+    assert choices == {shape.name("dq"): 1, FORWARD: 0, shape.name("dkdv"): 0}
+
+
+def test_a_number_that_is_no_longer_used_is_the_default() -> None:
+    shape = dataclasses.replace(SHAPE, D=128)
+    choices = {shape.name("dkdv"): 1}  # was a shape of mma.sync
+    assert chosen_tiles(choices, shape, (9, 0), 132).dkdv == Wgmma(2, 64, cluster=2)
+    assert choices[shape.name("dkdv")] == 6
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"), [([1.0], 4), ([1.0, 0.99], 4), ([1.0, 0.97, 0.9], 7), ([1.0, 2.0], 4)]
 )
 def test_only_a_clearly_faster_candidate_is_chosen(seconds: list[float], chosen: int) -> None:
-    assert Timed("x", seconds, [""] * len(seconds)).chosen == chosen
+    """By the number that it is kept under."""
+    assert Timed("x", seconds, [""] * len(seconds), [4, 0, 7]).chosen == chosen
 
 
 def test_without_a_gpu_is_one_line(cli: Cli, tmp_path: Path) -> None:
@@ -158,7 +215,8 @@ def test_tuning_times_everything_and_new_runs_take_it(folder: Path) -> None:
     assert all(0 < s < 1 for row in rows for s in row.seconds)
     assert machine_tuning(ops.device) == {row.name: row.chosen for row in rows}
 
-    other = {SHAPE.name(kernel): 1 for kernel in KERNELS}
+    shapes = candidates(SHAPE.D, ops.device.cc)
+    other = {SHAPE.name(kernel): max(shapes[kernel]) for kernel in KERNELS}
     keep_machine_tuning(ops.device, other, replace=True)
     losses, weights, saved = run_bits(config, QWEN2)
     assert other.items() <= saved.items()

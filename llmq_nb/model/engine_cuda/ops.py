@@ -70,7 +70,7 @@ class CudaOps(UpdateOps):
             device=device.ordinal, workspace=tensors["engine/workspace"].data, choices=tuning
         )
         shape = AttentionShape(self.B, self.T, model.H, model.G, model.D)
-        self.tiles = chosen_tiles(self.products.choices, shape, device.cc)
+        self.tiles = chosen_tiles(self.products.choices, shape, device.cc, device.multiprocessors)
         self.fp8 = Fp8Products(
             config, model, tensors, self.products, stream=stream, measures_weights=measures_weights
         )
