@@ -4,18 +4,21 @@ r"""Rotary position embedding, forward and backward, in place on a packed qkv bu
     a', b'     = a cos[p, i] - b sin[p, i],  b cos[p, i] + a sin[p, i]       forward
     da, db     = da' cos[p, i] + db' sin[p, i],  db' cos[p, i] - da' sin[p, i]     backward (the
     inverse)
+    absmax     = max over all heads of the result        (optional; of the rounded values)
 
 for every pair a = x[i], b = x[i + D / 2], i < D / 2, of each query and key head (half-split order,
 as Hugging Face stores the weights). Value heads stay as they are.
 
 Shapes   qkv: (N, (H + 2 G) D) row-major, a row is [H query heads; G key heads; G value heads], N =
          B T; cos, sin: (max_T, D / 2); segment_start: (B, T). D a multiple of 16; T <= max_T.
-Dtypes   qkv: bfloat16 or float32 (`dtype`); cos, sin: float32; segment_start: int32.
+Dtypes   qkv: bfloat16 or float32 (`dtype`); cos, sin: float32; segment_start: int32; absmax:
+         float32, 0 or an earlier maximum before.
 Errors   Two products, one addition, one rounding to the storage format:
          |err| <= 3 * 2^-24 * (|a cos| + |b sin|) + the rounding. Backward rounds anew: it inverts
          forward to two roundings, not bit for bit. No sums between threads: bitwise reproducible.
-Cost     Query and key heads are read and written once. A thread rotates HEADS heads with one set of
-         cos and sin in registers; the tables stay in the caches.
+Cost     Query and key heads are read and written once; for absmax the value heads are read too. A
+         thread rotates HEADS heads with one set of cos and sin in registers; the tables stay in the
+         caches.
 Source   Su et al. 2021, arXiv:2104.09864, eq. 34. Written from the equation.
 """
 
@@ -35,22 +38,25 @@ from llmq_nb.kernels.vector import PIECE, vector
 THREADS = 128
 HEADS = 2
 """Heads that a thread rotates with one set of cos and sin."""
-SIGNATURE = (*(types.uint64,) * 4, types.int64, types.int32)
+SIGNATURE = (*(types.uint64,) * 5, types.int64, types.int32)
+NO_BITS = np.uint32(0)
 
 
-def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
+def make_rope(H: int, G: int, D: int, backward: bool, absmax: bool, dtype: str):
     """Kernel for one head layout; arguments are device addresses."""
     v = vector(dtype)
     WORDS, BYTES, load, store, low, high = v.words, v.bytes, v.load, v.store, v.low, v.high
-    set_pair = v.set_pair
-    ROTATED, ROW = H + G, (H + 2 * G) * D
+    set_pair, track, absmax_update = v.set_pair, v.track, v.absmax_update
+    ROTATED, ROW, ABSMAX = H + G, (H + 2 * G) * D, absmax
+    READ = H + 2 * G if absmax else ROTATED
     PAIRS = D // (2 * PIECE)  # pieces of half a head
-    GROUPS = cdiv(ROTATED, HEADS)
+    GROUPS = cdiv(READ, HEADS)
     ROW_THREADS = PAIRS * GROUPS
     HALF = D // 2
     SIGN = np.float32(-1.0 if backward else 1.0)
 
-    def rope(qkv, cos, sin, segment_start, rows, T):
+    def rope(qkv, slot, cos, sin, segment_start, rows, T):
+        running = NO_BITS
         i = np.int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
         row = i // ROW_THREADS
         if row < rows:
@@ -61,7 +67,7 @@ def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
             b = cuda.local.array((HEADS, WORDS), dtype=types.uint32)
             first = qkv + (row * ROW + group * (HEADS * D) + column) * BYTES
             for h in range(HEADS):
-                inside = group * HEADS + h < ROTATED
+                inside = group * HEADS + h < READ
                 load(a, h, first + h * D * BYTES, inside)
                 load(b, h, first + (h * D + HALF) * BYTES, inside)
             # only now: the tables wait for the position, and nothing may wait behind them
@@ -75,15 +81,20 @@ def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
             s[4], s[5], s[6], s[7] = ldg128f_nc(sin + table + 16)
             for h in range(HEADS):
                 inside = group * HEADS + h < ROTATED
-                for j in range(4):
-                    a0, a1, b0, b1 = low(a, h, j), high(a, h, j), low(b, h, j), high(b, h, j)
-                    s0, s1 = s[2 * j] * SIGN, s[2 * j + 1] * SIGN
-                    set_pair(
-                        a, h, j, ffma(a0, c[2 * j], -(b0 * s0)), ffma(a1, c[2 * j + 1], -(b1 * s1))
-                    )
-                    set_pair(b, h, j, ffma(b0, c[2 * j], a0 * s0), ffma(b1, c[2 * j + 1], a1 * s1))
+                if inside:
+                    for j in range(4):
+                        a0, a1, b0, b1 = low(a, h, j), high(a, h, j), low(b, h, j), high(b, h, j)
+                        s0, s1 = s[2 * j] * SIGN, s[2 * j + 1] * SIGN
+                        c0, c1 = c[2 * j], c[2 * j + 1]
+                        set_pair(a, h, j, ffma(a0, c0, -(b0 * s0)), ffma(a1, c1, -(b1 * s1)))
+                        set_pair(b, h, j, ffma(b0, c0, a0 * s0), ffma(b1, c1, a1 * s1))
                 store(first + h * D * BYTES, a, h, inside)
                 store(first + (h * D + HALF) * BYTES, b, h, inside)
+                if ABSMAX:
+                    for j in range(4):
+                        running = track(track(running, a, h, j), b, h, j)
+        if ABSMAX:
+            absmax_update(slot, running)
 
     return rope
 
@@ -91,12 +102,15 @@ def make_rope(H: int, G: int, D: int, backward: bool, dtype: str):
 # ---- launch ------------------------------------------------------------------------------------
 def _launch(
     backward: bool, qkv: int, cos: int, sin: int, segment_start: int, *, rows: int, T: int, H: int,
-    G: int, D: int, dtype: str, stream: Any,
+    G: int, D: int, absmax: int = 0, dtype: str, stream: Any,
 ) -> None:  # fmt: skip
-    constants = {"H": H, "G": G, "D": D, "backward": backward, "dtype": dtype}
+    constants = {
+        "H": H, "G": G, "D": D, "backward": backward, "absmax": bool(absmax), "dtype": dtype
+    }  # fmt: skip
     k = kernel(make_rope, SIGNATURE, threads=THREADS, **constants)
-    row_threads = cdiv(H + G, HEADS) * D // (2 * PIECE)
-    k(stream, (cdiv(rows * row_threads, THREADS),), qkv, cos, sin, segment_start, rows, T)
+    row_threads = cdiv(H + (2 if absmax else 1) * G, HEADS) * D // (2 * PIECE)
+    grid = (cdiv(rows * row_threads, THREADS),)
+    k(stream, grid, qkv, absmax, cos, sin, segment_start, rows, T)
 
 
 def rope_forward_launch(
@@ -112,12 +126,13 @@ def rope_forward_launch(
 
 def rope_backward_launch(
     dqkv: int, cos: int, sin: int, segment_start: int, *, rows: int, T: int, H: int, G: int, D: int,
-    dtype: str = "bf16", stream: Any,
+    absmax: int = 0, dtype: str = "bf16", stream: Any,
 ) -> None:  # fmt: skip
-    """Turn the gradient of the rotated heads into that of the unrotated ones, in place."""
+    """Turn the gradient of the rotated heads into that of the unrotated ones, in place; raise
+    absmax, of value heads too, unless 0."""
     _launch(
-        True, dqkv, cos, sin, segment_start, rows=rows, T=T, H=H, G=G, D=D, dtype=dtype,
-        stream=stream,
+        True, dqkv, cos, sin, segment_start, rows=rows, T=T, H=H, G=G, D=D, absmax=absmax,
+        dtype=dtype, stream=stream,
     )  # fmt: skip
 
 
@@ -194,10 +209,11 @@ def rope_ref(
 
 COMPILE_CASES = [
     CompileCase(
-        make_rope, {"H": H, "G": G, "D": D, "backward": b, "dtype": dtype}, SIGNATURE,
-        THREADS,
+        make_rope, {"H": H, "G": G, "D": D, "backward": b, "absmax": absmax, "dtype": dtype},
+        SIGNATURE, THREADS,
     )
-    for H, G, D, b, dtype in (
-        (14, 2, 64, False, "bf16"), (12, 2, 128, True, "bf16"), (14, 2, 64, True, "fp32")
+    for H, G, D, b, absmax, dtype in (
+        (14, 2, 64, False, False, "bf16"), (12, 2, 128, True, True, "bf16"),
+        (14, 2, 64, True, False, "fp32"),
     )
 ]  # fmt: skip

@@ -33,19 +33,39 @@ def check(
     (cos, sin), start = tables(T + 3, D), starts(B, T)
     buffer = device.put(qkv)
     launch = rope.rope_backward_launch if backward else rope.rope_forward_launch
+    slot = device.zeros((1,), np.float32)
+    largest = {"absmax": slot.address} if backward else {}
     launch(
         buffer.address, device.put(cos).address, device.put(sin).address, device.put(start).address,
-        rows=B * T, T=T, H=H, G=G, D=D, dtype=dtype, stream=device.stream,
+        rows=B * T, T=T, H=H, G=G, D=D, dtype=dtype, stream=device.stream, **largest,
     )  # fmt: skip
     expected = rope_ref(qkv, cos, sin, start, H, G, backward=backward)
     size = rope_ref(np.abs(qkv), np.abs(cos), np.abs(sin), start, H, G)  # |a cos| + |b sin| below
     size = np.abs(size) + 2 * np.abs(qkv.astype(np.float64))
     result = buffer.numpy()
     assert_within(result, expected, relative=ROUNDING[dtype], absolute=3 * U32 * size)
+    if backward:
+        assert slot.numpy()[0] == np.abs(result.astype(np.float32)).max()
     values = (H + G) * D  # value heads are untouched
     np.testing.assert_array_equal(
         result[..., values:].view(np.uint8), qkv[..., values:].view(np.uint8)
     )
+
+
+def check_absmax(device: Device, largest: str) -> None:
+    """Of a value head's element, of the last query row's, and without one that was wanted."""
+    B, T, H, G, D = 1, 3, 2, 1, 32
+    (cos, sin), start = tables(T, D), starts(B, T)
+    common = [device.put(a).address for a in (cos, sin, start)]
+    qkv = np.full((B, T, (H + 2 * G) * D), 0.25, DTYPES["bf16"])
+    qkv[0, 0 if largest == "query" else 2, 0 if largest == "query" else -1] = -8
+    for wanted in (True, False):
+        slot = device.put(np.full(1, 0.5, np.float32))
+        rope.rope_backward_launch(
+            device.put(qkv).address, *common, rows=B * T, T=T, H=H, G=G, D=D,
+            absmax=slot.address if wanted else 0, stream=device.stream,
+        )  # fmt: skip
+        assert slot.numpy()[0] == (8 if wanted else 0.5)  # position 0 rotates by nothing
 
 
 def check_user_functions(device: Device) -> None:
@@ -82,6 +102,11 @@ def test_fp32_simulated() -> None:
     run_sim(check, B=2, T=5, H=3, G=1, D=32, backward=True, dtype="fp32")
 
 
+@pytest.mark.parametrize("largest", ["query", "value"])
+def test_absmax_simulated(largest: str) -> None:
+    run_sim(check_absmax, largest=largest)
+
+
 def test_user_functions_simulated() -> None:
     run_sim(check_user_functions)
 
@@ -97,6 +122,12 @@ def test_rope(
     gpu: Device, B: int, T: int, H: int, G: int, D: int, backward: bool, dtype: str
 ) -> None:
     check(gpu, B, T, H, G, D, backward, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("largest", ["query", "value"])
+def test_absmax(gpu: Device, largest: str) -> None:
+    check_absmax(gpu, largest)
 
 
 @pytest.mark.gpu

@@ -208,9 +208,8 @@ class CudaOps(UpdateOps):
     def rope_backward(self, dheads: Tensor, segment_start: Tensor) -> None:
         rope.rope_backward_launch(
             dheads.data, self._cos.data, self._sin.data, segment_start.data, rows=dheads.shape[0],
-            T=self.T, **self._heads(), **self._common(dheads),
+            T=self.T, absmax=absmax_of(dheads), **self._heads(), **self._common(dheads),
         )  # fmt: skip
-        self.fp8.measure(dheads)
 
     def attention(self, out: Tensor, lse: Tensor, heads: Tensor, segment_start: Tensor) -> None:
         attention.attention_launch(
