@@ -56,16 +56,16 @@ def default_tiles(
 ) -> Tiles:
     """Tile shapes without tuning, by what was faster on an H200 (bench/README.md).
 
-    dK and dV at D = 128: where query heads share keys, one block has so much to do that dividing it
-    pays: by mma.sync between two parts of a block. By wgmma between two blocks where there are no
-    more items than multiprocessors; otherwise a block takes item after item.
+    dK and dV: where query heads share keys, one block has so much to do that dividing it pays: by
+    mma.sync at D = 128 between two parts of a block; by wgmma between two blocks where there are no
+    more items than multiprocessors. Otherwise, at D = 128, a block takes item after item.
     """
     D = shape.D
     if cc == CC:
-        dkdv = attention_hopper_dkdv.SHAPES[D][0]
-        if D == 128:
-            items = shape.B * shape.G * cdiv(shape.T, attention_hopper_items.KEYS)
-            dkdv = ITEMS if items > multiprocessors else PAIRS
+        items = shape.B * shape.G * cdiv(shape.T, attention_hopper_items.KEYS)
+        dkdv = ITEMS if D == 128 else attention_hopper_dkdv.SHAPES[D][0]
+        if items <= multiprocessors:
+            dkdv = PAIRS
         return Tiles(attention_hopper.SHAPES[D][0], dkdv, attention_hopper_backward.SHAPES[D][0])
     tiles = _mma_tiles(D, cc)
     if D == 128 and shape.group > 1:
