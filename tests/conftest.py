@@ -1,8 +1,10 @@
-"""Tests marked gpu or browser are deselected (and counted) where there is none.
+"""Tests marked gpu or browser are deselected where there is none; the header says so.
 
-The header says so.
+A run of the whole suite (plain `pytest`) goes to a process a core, a file to one of them at a time,
+where pytest-xdist is installed; `-n 0` keeps it in one.
 """
 
+import os
 import shutil
 
 import hypothesis
@@ -13,6 +15,21 @@ from llmq_nb.core.device import device_count
 # an example's time says how busy the machine is, not whether the code is right
 hypothesis.settings.register_profile("unhurried", hypothesis.settings.default, deadline=None)
 hypothesis.settings.load_profile("unhurried")
+
+
+MOST_WORKERS = 4
+"""Each has a simulator and interpreters of its own: up to 3 GiB."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Divide a run of everything over the cores, before xdist reads how many it wants."""
+    options = config.option
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    whole = whole and "PYTEST_XDIST_WORKER" not in os.environ  # a worker divides no further
+    if whole and getattr(options, "numprocesses", 0) is None and not options.usepdb:
+        options.numprocesses = min(MOST_WORKERS, os.cpu_count() or 1)
+        options.dist = "loadfile"  # what a file's tests share is made once
 
 
 def pytest_report_header() -> str:

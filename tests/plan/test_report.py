@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -316,23 +315,33 @@ def test_head_dims_that_the_gpu_lacks(tmp_path):
         plan(*argv, "--set", "run.device=cuda")
 
 
+UNIT = 2_500_000
+LIMIT = 36
+"""2.5 s where a core counts to UNIT in 0.07 s; 27 units were seen on one that took 0.16 s."""
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-8b", "qwen2.5-32b"])
-def test_a_plan_takes_under_two_and_a_half_seconds(name, tmp_path):
-    """FP8 on a small card, where nothing at hand fits: every lever is tried. Processor time: the
-    machine that tests may be busy."""
+def test_a_plan_takes_two_and_a_half_seconds_at_most(name, tmp_path):
+    """FP8 on a small card, where nothing at hand fits: every lever is tried. Processor time, in
+    that of counting to UNIT: the machine that tests may be slow, or busy."""
     path = write(tmp_path)
     argv = ["plan", path, "--set", f"model.path={name}", "--set", "precision.matmul=e4m3"]
     argv += ["--card", "RTX 4090", "--host-memory", "64GiB"]
     code = (
-        "import sys, resource, llmq_nb.cli\n"
+        "import sys, resource, time, llmq_nb.cli\n"
+        "def count():\n"
+        "    start, n = time.process_time(), 0\n"
+        f"    while n < {UNIT}: n += 1\n"
+        "    return time.process_time() - start\n"
+        "units = [count() for _ in range(3)]\n"
         f"sys.argv = {['llmq-nb', *argv, '--device-memory', '15GiB']!r}\n"
         "try: llmq_nb.cli.main()\n"
         "finally: u = resource.getrusage(resource.RUSAGE_SELF);"
-        " print('seconds', u.ru_utime + u.ru_stime)"
+        " units += [count() for _ in range(3)];"
+        " print('seconds', u.ru_utime + u.ru_stime - sum(units[:3]), max(units))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    seconds = float(done.stdout.rsplit("seconds ", 1)[1])
-    assert seconds < 2.5, (seconds, time.perf_counter() - start)
+    seconds, unit = map(float, done.stdout.rsplit("seconds ", 1)[1].split())
+    assert seconds < LIMIT * unit, (seconds, unit)
