@@ -66,6 +66,7 @@ PARTS = [
     Part("global_norm", "test_global_norm", "sizes0 or sizes1 or flags"),
     Part("qk_norm", "test_qk_norm", "1-1-1-8 or 5-3-1 or 777"),
     Part("matmul_swiglu", "test_matmul_swiglu", "1-16-16 or 130-48 or 513-272"),
+    Part("matmul_swiglu_backward", "test_matmul_swiglu_backward", "1-16-16 or 130-48 or 513-272"),
     Part("quantize", "test_quantize", "inputs or special or decode or 15-48 or 144-272 or user"),
     Part("random", "test_random", "known or rounding"),
     Part("reduce_loss", "test_reduce_loss", "not 131071"),

@@ -30,9 +30,9 @@ from llmq_nb.kernels.products import Products, best_of
 from llmq_nb.model.engine_cuda.ops import CudaOps
 
 Choices = dict[str, int]
-VERSION = 3
+VERSION = 4
 """Of the file: 1 had FP8 products timed on codes some of which were no numbers, 2 all products in
-short runs."""
+short runs, 3 products with SwiGLU in an older kernel."""
 RESERVE = 256 << 20
 """Device memory left free while timing, for modules and cuBLASLt [bytes]."""
 
