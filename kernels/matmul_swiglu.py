@@ -82,9 +82,9 @@ def matmul_swiglu_launch(
     )  # fmt: skip
 
 
-class FusedProduct:
-    """A forward product whose output goes through SwiGLU: candidate 0 is the library's product and
-    swiglu.py, the others are this kernel."""
+class Fused:
+    """A product and what comes behind it: candidate 0 is the library's product and swiglu.py, the
+    others are one kernel."""
 
     def __init__(self, shape: "Shape", plain: "Product", *, algorithm: int = 0) -> None:
         """plain: the product alone, with its algorithm."""
@@ -96,6 +96,11 @@ class FusedProduct:
         if not 0 <= algorithm < self.count:
             raise ValueError(f"{self.shape}: algorithm {algorithm} of {self.count}")
         self.algorithm = algorithm
+        self.group = GROUPS[max(algorithm - 1, 0)]
+
+
+class FusedProduct(Fused):
+    """A forward product whose output goes through SwiGLU."""
 
     def __call__(
         self, out: int, x: int, y: int, *, workspace: int, stream: int,
@@ -107,8 +112,7 @@ class FusedProduct:
         if self.algorithm or preparing:
             matmul_swiglu_launch(
                 act, out, x, y, rows=s.N, F=F, K=s.K, dtype=s.operand, fast=s.fast, scales=scales,
-                absmax=absmax if act else 0, group=GROUPS[max(self.algorithm - 1, 0)],
-                stream=stream,
+                absmax=absmax if act else 0, group=self.group, stream=stream,
             )  # fmt: skip
         if self.algorithm and not preparing:
             return

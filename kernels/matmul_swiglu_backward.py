@@ -23,7 +23,7 @@ from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.attention_hopper_tiles import CC, persistent_grid
 from llmq_nb.kernels.compile import CompileCase
 from llmq_nb.kernels.launch import cdiv, is_preparing, kernel
-from llmq_nb.kernels.matmul_swiglu import CHUNK, GROUPS
+from llmq_nb.kernels.matmul_swiglu import CHUNK, GROUPS, Fused
 from llmq_nb.kernels.matmul_swiglu_hopper import OPTIONS, SIGNATURE, make_matmul_swiglu
 from llmq_nb.kernels.matmul_swiglu_tiles import (
     CLUSTER,
@@ -37,7 +37,7 @@ from llmq_nb.kernels.swiglu import swiglu_backward_launch, swiglu_backward_ref
 from llmq_nb.kernels.tensor_map import tensor_map
 
 if TYPE_CHECKING:
-    from llmq_nb.kernels.matmul import Product, Shape
+    from llmq_nb.kernels.matmul import Shape
 
 
 def has_backward_kernel(cc: tuple[int, int], shape: "Shape") -> bool:
@@ -79,20 +79,8 @@ def matmul_swiglu_backward_launch(
     )  # fmt: skip
 
 
-class FusedGradient:
-    """A data gradient behind which SwiGLU backward comes: candidate 0 is the library's product and
-    swiglu.py, the others are this kernel."""
-
-    def __init__(self, shape: "Shape", plain: "Product", *, algorithm: int = 0) -> None:
-        """plain: the product alone, with its algorithm."""
-        self.shape, self.plain, self.count = shape, plain, 1 + len(GROUPS)
-        self.choose(algorithm)
-
-    def choose(self, algorithm: int) -> None:
-        """Use the candidate of that index."""
-        if not 0 <= algorithm < self.count:
-            raise ValueError(f"{self.shape}: algorithm {algorithm} of {self.count}")
-        self.algorithm = algorithm
+class FusedGradient(Fused):
+    """A data gradient that goes through SwiGLU backward."""
 
     def __call__(
         self, out: int, x: int, y: int, *, gate_up: int, dact: int, workspace: int, stream: int,
@@ -104,8 +92,7 @@ class FusedGradient:
         if self.algorithm or preparing:
             matmul_swiglu_backward_launch(
                 out, x, y, gate_up, rows=s.N, F=s.K, C=s.M, dtype=s.operand, fast=s.fast,
-                scales=scales, absmax=absmax, group=GROUPS[max(self.algorithm - 1, 0)],
-                stream=stream,
+                scales=scales, absmax=absmax, group=self.group, stream=stream,
             )  # fmt: skip
         if self.algorithm and not preparing:
             return

@@ -34,7 +34,7 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
 
     tokens = rng.integers(0, 50, (B, T)).astype(np.int32)
     heads = {"qkv": bf16(B, T, (H + 2 * G) * D), "dqkv": bf16(B, T, (H + 2 * G) * D)}
-    packed = {"qkv": bf16(4, 32 * D), "dheads": bf16(4, 32 * D)}
+    packed = {"qkv": bf16(2, 32 * D), "dheads": bf16(2, 32 * D)}
     scale = {"scale": np.array([0.25], np.float32)}
     return {
         "adamw": {"master": fp32(100), "m": fp32(100), "v": fp32(100), "grad": bf16(100)},
@@ -44,8 +44,8 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
             "segment_start": np.array([[0, 0, 2]], np.int32),
         },
         "attention_cached": {
-            "qkv": bf16(B, T, (H + 2 * G) * D), "cache": bf16(B, 8, 2 * G * D),
-            "segment_start": np.full((B, T), -4, np.int32),
+            "qkv": bf16(1, 1, (H + 2 * G) * D), "cache": bf16(1, 8, 2 * G * D),
+            "segment_start": np.full((1, 1), -4, np.int32),
         },
         "bias": {"dy": bf16(5, 40)},
         "cross_entropy": {
@@ -59,7 +59,7 @@ def _inputs() -> dict[str, dict[str, np.ndarray]]:
         },
         "global_norm": {"g1": bf16(8), "g2": bf16(3, 16)},
         "qk_norm": {
-            **packed, "q_weight": bf16(D), "k_weight": bf16(D), "rstd": fp32(4, 24)
+            **packed, "q_weight": bf16(D), "k_weight": bf16(D), "rstd": fp32(2, 24)
         },
         "quantize": {"x": bf16(16, 32)},
         "reduce_loss": {"loss": fp32(9), "lse": fp32(9), **scale},

@@ -1,6 +1,5 @@
-"""The down projection's data gradient with SwiGLU backward: against float64 NumPy, and bit for bit
-against swiglu.py of a data gradient that the kernel itself made. Compiling needs no GPU
-(test_compile.py), running it needs an sm_90.
+"""The down projection's data gradient with SwiGLU backward: against float64 NumPy, and the
+candidates against each other. Compiling needs no GPU (test_compile.py), running it needs an sm_90.
 
 Tolerance: dact as in test_matmul_swiglu.py; then dact's rounding and swiglu's own error, relative
 to |dact| times the derivative's bound, and one rounding to bfloat16.
@@ -13,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmq_nb.core.dtype import FP8_MAX, DType
+from llmq_nb.core.dtype import DType
 from llmq_nb.kernels.matmul import WORKSPACE_BYTES, Shape
 from llmq_nb.kernels.matmul_swiglu import GROUPS
 from llmq_nb.kernels.matmul_swiglu_backward import (
@@ -23,21 +22,9 @@ from llmq_nb.kernels.matmul_swiglu_backward import (
 )
 from llmq_nb.kernels.products import Products
 from tests.kernels.harness import U16, U32, assert_within
+from tests.kernels.test_matmul_swiglu import FORMS, SIZES, operand
 
 BF16 = ml_dtypes.bfloat16
-# one row, one step; tails of everything; several tiles of rows, columns and steps, odd N; C of the
-# 0.5B, an F that ends inside a tile; more tiles than blocks, so that blocks take several
-SIZES = [(1, 16, 16), (130, 48, 80), (513, 272, 336), (1001, 4864, 896), (4099, 1536, 256)]
-FORMS = ["bf16", "fast", "promoted"]
-
-
-def operand(rng: np.random.Generator, rows: int, columns: int, dtype: DType) -> Any:
-    """(stored, scale): normal values, or their e4m3 codes."""
-    values = rng.standard_normal((rows, columns)).astype(np.float32) * 1.5 / columns**0.25
-    if dtype is DType.BF16:
-        return values.astype(BF16), np.float32(1.0)
-    scale = np.float32(np.abs(values).max() / FP8_MAX[dtype])
-    return (values / scale).astype(dtype.numpy), scale
 
 
 class Case:
