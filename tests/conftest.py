@@ -1,4 +1,5 @@
-"""Tests marked gpu or browser are deselected where there is none; the header says so.
+"""Tests marked gpu or browser are deselected where there is none, those marked slow where -m does
+not ask for them; the header says so.
 
 A run of the whole suite (plain `pytest`) goes to a process a core, a file to one of them at a time,
 where pytest-xdist is installed; `-n 0` keeps it in one.
@@ -36,12 +37,14 @@ def pytest_report_header() -> str:
     count = device_count()
     gpus = f"{count} GPU(s)" if count else "no GPU or driver, tests marked gpu are deselected"
     found = shutil.which("chromium") is not None
-    return f"{gpus}; {'Chromium' if found else 'no Chromium, tests marked browser are deselected'}"
+    browser = "Chromium" if found else "no Chromium, tests marked browser are deselected"
+    return f"{gpus}; {browser}; `-m slow` compiles every kernel for every card"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {"gpu": device_count() < 1, "multi_gpu": device_count() < 2}
     missing["browser"] = shutil.which("chromium") is None
+    missing["slow"] = "slow" not in config.option.markexpr
     dropped = [
         i for i in items if any(absent and i.get_closest_marker(m) for m, absent in missing.items())
     ]

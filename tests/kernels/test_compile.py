@@ -1,6 +1,7 @@
 """Every kernel compiles without a GPU, keeps its tiles in registers and fits every card (tier 2).
 
-Oracle: nvJitLink's own resource report. sm_89 and sm_120 for all; the whole matrix is marked slow.
+Oracle: nvJitLink's own resource report. sm_89 and sm_120 for all, every target for attention; the
+rest of the matrix is marked slow.
 """
 
 import tomllib
@@ -38,7 +39,8 @@ def parameters() -> list[object]:
         for cc in have:
             suffix = "a" if case.options.arch_specific else ""
             arch = f"sm_{cc[0]}{cc[1]}{suffix}"
-            marks = [] if cc in quick else [pytest.mark.slow]
+            always = cc in quick or name.startswith("attention")
+            marks = [] if always else [pytest.mark.slow]
             found.append(pytest.param(name, case, cc, arch, id=f"{name}-{arch}", marks=marks))
     return found
 
