@@ -61,7 +61,8 @@ class DataConfig:
     format: Literal["auto", "text", "jsonl", "parquet", "chat", "llmq-bin", "llmc-bin"] = "auto"
     """Format of the sources."""
     packing: Literal["stream", "pack"] = "stream"
-    """stream cuts windows from the text; pack puts whole documents into windows (fine-tuning)."""
+    """stream cuts windows from the text; pack puts whole documents into windows (fine-tuning) and
+    cuts only those that are longer than one."""
     seed: int = 1234
     """Seed of the order of the windows."""
 
@@ -154,7 +155,7 @@ class ScheduleConfig:
     epochs: float | None = None
     """Passes over the data; None (and no `steps`): 1."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0 to the peak."""
+    """Steps of linear warm-up from 0, the first step's rate, to the peak."""
     cooldown_steps: int = 0
     """Last steps, in which the rate falls to the floor as 1 - sqrt (any kind)."""
     final_fraction: float = 0.1

@@ -14,13 +14,43 @@ from llmq_nb.config import Recompute
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures."
 )
-@click.option("--model", "models", multiple=True, default=("qwen2.5-0.5b",), show_default=True)
-@click.option("--micro-batch", default=8, show_default=True, type=click.IntRange(1))
-@click.option("--grad-accumulation", default=4, show_default=True, type=click.IntRange(1))
-@click.option("--seq-len", default=1024, show_default=True, type=click.IntRange(1))
-@click.option("--head-chunks", default=1, show_default=True, type=click.IntRange(1))
 @click.option(
-    "--recompute", multiple=True, type=click.Choice(get_args(Recompute)), help="May be repeated."
+    "--model",
+    "models",
+    multiple=True,
+    default=("qwen2.5-0.5b",),
+    show_default=True,
+    help="A preset (step, matmul). May be repeated.",
+)
+@click.option(
+    "--micro-batch",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Sequences (step, matmul).",
+)
+@click.option(
+    "--grad-accumulation",
+    default=4,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Micro-batches a step (step).",
+)
+@click.option(
+    "--seq-len",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Tokens (step, matmul).",
+)
+@click.option(
+    "--head-chunks", default=1, show_default=True, type=click.IntRange(1), help="Of logits (step)."
+)
+@click.option(
+    "--recompute",
+    multiple=True,
+    type=click.Choice(get_args(Recompute)),
+    help="What backward computes again (step). May be repeated.",
 )
 @click.option(
     "--precision",
