@@ -191,7 +191,7 @@ def check_supported(config: Config, device: Device) -> None:
 def check_memory(config: Config, model: ModelConfig) -> None:
     """Raise UserError where the cpu engine would not fit into the machine's memory."""
     plan = make_plan(config, model)
-    needed = config.world_size * (plan.total + plan.host_total)
+    needed = config.ranks_each * (plan.total + plan.host_total)
     check_host_memory(needed + batch_bytes(config))
 
 
