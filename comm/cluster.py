@@ -33,6 +33,8 @@ JOIN_SECONDS = 3.0
 """That a failed process waits for the others to take notice by themselves."""
 UNWIND_SECONDS = 4.0
 """That it then has for cleaning up, before it ends them in any case."""
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+"""Variables with a process's number."""
 LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE")
 """Variables by which MPI's launchers show themselves; without one nothing of MPI is loaded."""
 
@@ -192,7 +194,8 @@ def open_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
         tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
         if tasks > 1:
             what = f"srun started {tasks} processes that cannot find each other"
-            raise UserError(what, mend="srun --mpi=pmi2 (or --mpi=pmix); srun --mpi=list shows all")
+            mend = "srun --mpi=pmi2 (or --mpi=pmix); srun --mpi=list shows all"
+            raise _unless_said(environment, what, mend)
         return Cluster()
     sizes = [int(environment[name]) for name in LAUNCHERS if name.endswith("SIZE") and name in
              environment]  # fmt: skip
@@ -200,13 +203,20 @@ def open_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
         return Cluster()
     try:
         from llmq_nb.comm.mpi import open_post
-    except ImportError as error:
-        what = f"a run of several processes needs mpi4py ({error})"
-        raise UserError(what, mend="pip install -e '.[cluster]' on every machine") from None
+    except (ImportError, RuntimeError) as error:  # mpi4py is missing, or finds no MPI library
+        what = f"a run of several processes needs mpi4py and MPI ({error})"
+        raise _unless_said(environment, what, "pip install -e '.[cluster]'") from None
     post = open_post()
     if sizes and post.size != max(sizes):
         what = f"the launcher started {max(sizes)} processes, MPI knows {post.size}"
-        raise UserError(what, mend="use the mpirun of the MPI that mpi4py loads")
+        mend = "use the mpirun of the MPI that mpi4py loads"
+        raise _unless_said(environment, what, mend)
     if post.size == 1:
         return Cluster()
     return Cluster(post, socket.gethostname())
+
+
+def _unless_said(environment: Mapping[str, str], what: str, mend: str) -> BaseException:
+    """The error of all processes, which cannot speak to each other: the first one says it."""
+    numbers = [environment[name] for name in RANKS if name in environment]
+    return Ended(EXIT_USER) if numbers and numbers[0] != "0" else UserError(what, mend=mend)

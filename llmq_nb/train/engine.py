@@ -87,6 +87,10 @@ class Engine(Protocol):
         """
         ...
 
+    def refresh_weights(self) -> None:
+        """Make what hangs on the weights, if they were written since: all ranks together."""
+        ...
+
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
     ) -> float:
@@ -183,7 +187,7 @@ class CpuEngine:
         learning_rate: float,
         health: bool = False,
     ) -> StepResult:
-        self._refresh_weights()
+        self.refresh_weights()
         micro_steps = batch.tokens.shape[0]
         for m in range(micro_steps):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
@@ -213,7 +217,7 @@ class CpuEngine:
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
     ) -> float:
-        self._refresh_weights()
+        self.refresh_weights()
         rank = self.ranks[0]
         load(rank, tokens, targets, segment_start, None)
         evaluation_step(self.ranks[:1])
@@ -253,7 +257,7 @@ class CpuEngine:
             ops = self.rank_ops[part.rank - self.local.start]
             ops.fill_normal(part.tensor, std=std, tensor_id=tensor_id, first=part.first)
 
-    def _refresh_weights(self) -> None:
+    def refresh_weights(self) -> None:
         if self._stale:
             refresh_weights(self.ranks)
         self._stale = False

@@ -144,7 +144,7 @@ class CudaEngine:
         learning_rate: float,
         health: bool = False,
     ) -> StepResult:
-        self._refresh_weights()
+        self.refresh_weights()
         start, micro_steps = time.perf_counter(), batch.tokens.shape[0]
         for m in range(micro_steps):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
@@ -175,7 +175,7 @@ class CudaEngine:
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
     ) -> float:
-        self._refresh_weights()
+        self.refresh_weights()
         self.device.make_current()
         order = np.zeros(tokens.size, np.int32)  # only a backward reads it
         self.seats[0].ring.send(tokens, targets, segment_start, order, Scalars())
@@ -220,7 +220,7 @@ class CudaEngine:
         if self.disk is not None:
             self.disk.close()
 
-    def _refresh_weights(self) -> None:
+    def refresh_weights(self) -> None:
         if self._stale:
             self.device.make_current()
             refresh_weights(self.ranks)
