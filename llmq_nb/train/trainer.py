@@ -83,6 +83,9 @@ class Trainer:
         config = setup.settle_ranks(config, self.device, cluster)
         setup.check_supported(config, found)
         announce(self.device.reason)
+        if cluster.several:
+            each = f"{config.ranks_each} rank{'s' * (config.ranks_each > 1)} each"
+            announce(f"machines: {', '.join(cluster.gather(cluster.name))}; {each}")
         if self.device.hint is not None:
             announce(self.device.hint)
         if self.source.pretrained:
