@@ -10,15 +10,19 @@ into a receive buffer and adds the runs up in the order of the ranks. That happe
 the rank's compute stream: compute waits only where a staging buffer is to be written again, and at
 the end of the step. No floating-point atomics, no order that depends on time: the bits are fixed.
 
+Of ranks on other machines the runs come as parcels, between the copies and the sum (wire.py).
+
 Where gradients are not sharded the same happens once, in the last micro-step, and the shard is the
 rank's own part of its whole gradient.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from llmq_nb.comm.link import Link, Pull
+from llmq_nb.comm.wire import NoWire, Phase, Wire, split
 from llmq_nb.core.tensor import Tensor
 
 W = TypeVar("W")
@@ -28,7 +32,7 @@ Unit = Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """A part of one rank's shard of a tensor. pulls: its contributions, from every rank.
+    """A part of one rank's shard of a tensor. pulls: its contributions, from every rank of all.
 
     received: (ranks, elements), where they go; the first shard.size of a row count. first: the
     run's first element in the whole tensor.
@@ -43,23 +47,49 @@ class Run:
 
 @dataclasses.dataclass(slots=True)
 class End:
-    """One rank's end. runs: by unit. activate: makes its device current.
+    """One rank's end. activate: makes its device current.
 
     accumulate: (run, whether the shard starts anew), on the link's queue.
     """
 
     link: Link
-    runs: Mapping[Unit, Sequence[Run]]
     accumulate: Callable[[Run, bool], None]
     activate: Callable[[], None]
 
 
-class GradientReduction:
-    """All ranks' ends. every: whether each micro-step is reduced, or the last one only."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sum:
+    """The n-th run of every rank's shard of a unit. runs: of this machine's; None: it has fewer."""
 
-    def __init__(self, ends: Sequence[End], turns: Mapping[Unit, int], *, every: bool) -> None:
-        """turns: the staging buffer of each unit that has one."""
-        self._ends, self._turns, self._every = ends, turns, every
+    phase: Phase
+    runs: tuple[Run | None, ...]
+
+
+def sums_of(runs: Sequence[Mapping[Unit, Sequence[Run]]], local: range) -> dict[Unit, list[Sum]]:
+    """The sums of each unit, from the runs of all ranks, as the machine of `local` makes them."""
+    out: dict[Unit, list[Sum]] = {}
+    for unit in runs[0]:
+        for turn in itertools.zip_longest(*(own[unit] for own in runs)):
+            phase = split([run.pulls if run else () for run in turn], local)
+            out.setdefault(unit, []).append(Sum(phase, tuple(turn[r] for r in local)))
+    return out
+
+
+class GradientReduction:
+    """All ends of a machine. every: whether each micro-step is reduced, or the last one only."""
+
+    def __init__(
+        self,
+        ends: Sequence[End],
+        sums: Mapping[Unit, Sequence[Sum]],
+        turns: Mapping[Unit, int],
+        *,
+        every: bool,
+        wire: Wire | None = None,
+    ) -> None:
+        """sums: of each unit. turns: the staging buffer of each unit that has one."""
+        self._ends, self._sums, self._turns, self._every = ends, sums, turns, every
+        self._wire = wire or NoWire()
         self._written = [end.link.mark() for end in ends]
         self._taken = [[end.link.mark() for end in ends] for _ in set(turns.values())]
         self.begin(first=True, last=True)
@@ -83,17 +113,29 @@ class GradientReduction:
         self._ends[rank].link.record(self._written[rank])
         if rank < len(self._ends) - 1:
             return
+        for each in self._sums.get(unit, ()):
+            self._sum(each)
         turn = self._turns.get(unit)
-        for index, end in enumerate(self._ends):
-            end.activate()
-            for run in end.runs.get(unit, ()):
-                end.link.pull(run.pulls, done=None, after=self._written)
-                end.accumulate(run, self._first)
-            if turn is not None:
-                end.link.set(self._taken[turn][index], after=self._written)
         if turn is not None:
+            for index, end in enumerate(self._ends):
+                end.activate()
+                end.link.set(self._taken[turn][index], after=self._written)
             self._taking[turn] = True
         self._ends[rank].activate()
+
+    def _sum(self, each: Sum) -> None:
+        """Copies, parcels, and the ranks' parts added up."""
+        crosses = bool(each.phase.parcels)
+        for end, run, pulls in zip(self._ends, each.runs, each.phase.pulls, strict=True):
+            if run is not None or crosses:  # what is only sent is waited for as well
+                end.activate()
+                end.link.pull(pulls, done=None, after=self._written)
+        if crosses:
+            self._wire.exchange(each.phase.parcels, [end.link.queue for end in self._ends])
+        for end, run in zip(self._ends, each.runs, strict=True):
+            if run is not None:
+                end.activate()
+                end.accumulate(run, self._first)
 
     def finish(self) -> None:
         """What follows on the compute streams waits for all sums."""

@@ -217,7 +217,10 @@ class MemoryConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     devices: tuple[int, ...] | None = None
-    """Device of each rank; several ranks may share one. None: every GPU (one rank on the cpu)."""
+    """Device of each rank of a machine; several ranks may share one. None: every GPU (one rank on
+    the cpu)."""
+    machines: int = 1
+    """Machines with such devices, a process on each. A run has as many as mpirun or srun starts."""
     shard_weights: bool = False
     shard_gradients: bool = False
     gather: Literal["auto", "memcpy", "nccl"] = "auto"
@@ -230,6 +233,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         ok = self.devices is None or (len(self.devices) > 0 and min(self.devices) >= 0)
         check(ok, f"{self.devices}", "parallel.devices", "device numbers, one for each rank")
+        check(self.machines >= 1, f"{self.machines}", "parallel.machines", "must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,7 +318,12 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """Ranks: one for each entry of `parallel.devices`, once that is settled."""
+        """Ranks of all machines."""
+        return self.parallel.machines * self.ranks_each
+
+    @property
+    def ranks_each(self) -> int:
+        """Ranks of a machine: one for each entry of `parallel.devices`, once that is settled."""
         return len(self.parallel.devices or (0,))
 
     @property

@@ -75,7 +75,7 @@ def _choice_json(r: Report, choice: Choice | None) -> dict[str, Any] | None:
     return {
         "setting": _setting_json(choice.setting.applied(r.config)),
         "allocation": choice.total,
-        "pinned": r.config.world_size * choice.host_total,
+        "pinned": r.config.ranks_each * choice.host_total,
         "tokens_per_second": _rate(r, choice),
     }
 
@@ -174,7 +174,7 @@ def _host_verdict(r: Report) -> list[str]:
 def _pinned(r: Report, choice: Choice) -> str:
     if not choice.host_total:
         return ""
-    return f" with {format_bytes(r.config.world_size * choice.host_total)} of pinned host memory"
+    return f" with {format_bytes(r.config.ranks_each * choice.host_total)} of pinned host memory"
 
 
 def _states(r: Report) -> list[str]:

@@ -131,7 +131,7 @@ class Report:
     @property
     def pinned(self) -> int:
         """Bytes of offloaded buffers in pinned host memory, of all ranks."""
-        return self.config.world_size * self.plan.host_total
+        return self.config.ranks_each * self.plan.host_total
 
     @property
     def fits(self) -> bool:
@@ -150,13 +150,13 @@ def make_report(config: Config, model: ModelConfig, machine: Machine, search: Se
     host = room_on_host(config, model, machine)
     surely = min(WSL_PINNED, WSL_PINNED if host is None else host) if machine.wsl else host
     if surely is not None:
-        surely //= config.world_size
+        surely //= config.ranks_each
     chosen = least = better = None
     if config.memory.policy == "auto":
         chosen = search.choose(limit, surely) or search.smallest(surely)
         config = chosen.setting.applied(config)
     plan = run_plan(config, model, machine.kind)
-    pinned = config.world_size * plan.host_total
+    pinned = config.ranks_each * plan.host_total
     free, host_free = limit - plan.total, None if host is None else host - pinned
     if machine.kind == "cpu":  # one memory
         free, host_free = free - plan.host_total, None
@@ -251,8 +251,8 @@ def _batch_bytes(config: Config) -> int:
 
 
 def _lines(config: Config, model: ModelConfig, plan: Plan, kind: Kind) -> list[Line]:
-    ranks = config.world_size
-    where = "host" if kind == "cpu" else "GPU" if ranks == 1 else "each rank"
+    ranks = config.ranks_each
+    where = "host" if kind == "cpu" else "GPU" if config.world_size == 1 else "each rank"
     out = _ours(config, plan, "device", where, ranks if kind == "cpu" else 1)
     if kind == "cuda":
         out += [
@@ -332,7 +332,7 @@ def _warnings(r: Report) -> list[str]:
     m, gpu = r.machine, r.machine.kind == "cuda"
     if gpu and m.wsl:
         out.append(f"WSL2: Windows keeps part of the card; planned with {WSL_SHARE:.0%} of it")
-        pinned = r.config.world_size * pinned_bytes(r.plan) + r.pinned
+        pinned = r.config.ranks_each * pinned_bytes(r.plan) + r.pinned
         if pinned > WSL_PINNED:
             out.append(f"WSL2: {format_bytes(pinned)} of pinned memory may be more than it gives")
     if gpu and m.device_memory in SOLD and r.config.memory.device_limit is None:

@@ -94,6 +94,16 @@ class JsonlLog:
             raise MachineError(f"cannot write {self.path}: {error.strerror or error}") from error
 
 
+class NoLog(JsonlLog):
+    """Writes nothing: what all processes of a run but the first have."""
+
+    def __init__(self) -> None:
+        self.path, self._file = Path(os.devnull), -1
+
+    def write(self, log: str, **values: Any) -> None:
+        pass
+
+
 def read_log(path: Path, *, every_attempt: bool = False) -> list[dict[str, Any]]:
     """The records in order; of a step made twice only the last, unless every attempt is wanted.
 

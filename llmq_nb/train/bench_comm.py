@@ -19,6 +19,7 @@ from llmq_nb.comm.copy_engine import CudaLink, make_links
 from llmq_nb.comm.exchange import Exchange, Seat
 from llmq_nb.comm.link import Pull
 from llmq_nb.comm.topology import check_peers
+from llmq_nb.comm.wire import split
 from llmq_nb.core.device import (
     Device,
     allocate,
@@ -185,7 +186,7 @@ class _Bench:
         """Some in a row, from rank 0's stream and back to it."""
         self.exchange.begin()
         for _ in range(repeats):
-            self.exchange.share(pulls)
+            self.exchange.share(split(pulls, range(self.ranks)))
             for r, device in enumerate(self.memory.devices if n else ()):
                 device.make_current()
                 self.add(r, n)

@@ -46,7 +46,7 @@ def check_memory(plan: Plan, device: Device, config: Config | None = None, ranks
 
 def check_host(plan: Plan, config: Config) -> None:
     """Raise UserError where all ranks together would pin more than is free or allowed."""
-    check_pinnable(config.world_size * plan.host_total, host_limit(config), pinnable_bytes())
+    check_pinnable(config.ranks_each * plan.host_total, host_limit(config), pinnable_bytes())
 
 
 def host_memory(plan: Plan, config: Config) -> HostMemory:

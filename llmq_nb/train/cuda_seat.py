@@ -5,9 +5,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from numpy.typing import NDArray
+
+from llmq_nb.comm.cluster import Cluster
 from llmq_nb.comm.copy_engine import CudaLink, make_links
 from llmq_nb.comm.link import Link
 from llmq_nb.comm.topology import check_peers
+from llmq_nb.comm.wire import NoWire, Wire
 from llmq_nb.config import Config
 from llmq_nb.core.device import (
     Device,
@@ -31,7 +35,7 @@ from llmq_nb.report.console import announce
 from llmq_nb.train.cuda_memory import host_memory, tensors_at
 from llmq_nb.train.host_stores import MakeTransfer
 from llmq_nb.train.input_ring import InputRing
-from llmq_nb.train.sharding import Seats
+from llmq_nb.train.sharding import Seats, all_tensors
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +51,15 @@ class CudaSeat:
     ring: InputRing
     ready: Any
     links: tuple[CudaLink, ...] = ()
+
+    def read(self, tensor: Tensor) -> NDArray[Any]:
+        """Of its memory."""
+        self.device.make_current()
+        return self.ops.read(tensor)
+
+    def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        self.device.make_current()
+        self.ops.write(tensor, array)
 
     def synchronize(self) -> None:
         """Wait for all that its stream was given."""
@@ -83,11 +96,14 @@ def take_seat(
     return CudaSeat(device, base, host, tensors, stream, ops, ring, create_event())
 
 
-def ranks_of(config: Config, seats: Sequence[CudaSeat]) -> tuple[Seats, list[MakeTransfer]]:
-    """The seats as `make_ranks` takes them: what each rank has, and its copies to the host."""
+def ranks_of(
+    config: Config, plan: Plan, seats: Sequence[CudaSeat], local: range, wire: Wire
+) -> tuple[Seats, list[MakeTransfer]]:
+    """The seats of this machine's ranks as `make_ranks` takes them: what each rank has, and its
+    copies to the host."""
     transfers: list[MakeTransfer] = [functools.partial(CudaTransfer, s.stream) for s in seats]
     links: list[tuple[Link, ...]] = [() for _ in seats]
-    if len(seats) > 1:
+    if config.world_size > 1:
         devices, streams = [s.device for s in seats], [s.stream for s in seats]
         if config.parallel.peer_copies == "off":
             peers = lambda i, j: False  # noqa: E731
@@ -101,14 +117,26 @@ def ranks_of(config: Config, seats: Sequence[CudaSeat]) -> tuple[Seats, list[Mak
             seat.links = tuple(links[r] for links in sets)
             links[r] = seat.links
     activate = [s.device.make_current for s in seats]
-    return Seats([s.tensors for s in seats], [s.ops for s in seats], links, activate), transfers
+    tensors = all_tensors(plan, [s.tensors for s in seats], local, config.world_size)
+    return Seats(tensors, [s.ops for s in seats], links, activate, local, wire), transfers
 
 
-def check_alike(devices: Sequence[Device]) -> None:
-    """Raise UserError where the GPUs would give other bits than each other, or lack memory."""
+def make_wire(cluster: Cluster, devices: Sequence[Device]) -> Wire:
+    """From this machine's GPUs to those of the others."""
+    if not cluster.several:
+        return NoWire()
+    from llmq_nb.comm.nccl import open_wire
+
+    return open_wire(cluster, devices)
+
+
+def check_alike(devices: Sequence[Device], cluster: Cluster) -> None:
+    """Raise UserError where GPUs of this machine, or of another one, would give other bits."""
     first = devices[0]
     for device in devices:
         if device.cc != first.cc:
             what = f"GPU {device.ordinal} is a {device.name}, GPU {first.ordinal} a {first.name}"
             mend = "choose GPUs of one compute capability"
             raise UserError(what, where="parallel.devices", mend=mend)
+    found = first.name, ".".join(map(str, first.cc))
+    cluster.same("GPU", found, "choose machines with GPUs of one model")

@@ -1,14 +1,17 @@
 """An engine runs the steps of `train.step` on some device; the trainer knows no more of it."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmq_nb.comm.cluster import Cluster
 from llmq_nb.comm.link import Link, immediate_links
+from llmq_nb.comm.wire import NoWire, Wire
 from llmq_nb.config import Config
 from llmq_nb.core.host import check_host_memory
 from llmq_nb.core.tensor import Tensor
@@ -30,7 +33,15 @@ from llmq_nb.train.eager import Kind
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.host_stores import MakeTransfer, on_disk
 from llmq_nb.train.rank import Rank, State
-from llmq_nb.train.sharding import Seats, Spread, parts_of, read_spread, write_spread
+from llmq_nb.train.sharding import (
+    Part,
+    Seats,
+    Spread,
+    all_tensors,
+    parts_of,
+    read_spread,
+    write_spread,
+)
 from llmq_nb.train.step import evaluation_step, micro_step, optimizer_step, refresh_weights
 from llmq_nb.train.wiring import allocate, make_ranks, run_states
 
@@ -76,6 +87,10 @@ class Engine(Protocol):
         """
         ...
 
+    def refresh_weights(self) -> None:
+        """Make what hangs on the weights, if they were written since: all ranks together."""
+        ...
+
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
     ) -> float:
@@ -99,18 +114,23 @@ class Engine(Protocol):
 
 
 def make_engine(
-    kind: str, config: Config, model: ModelConfig, tuning: dict[str, int] | None = None
+    kind: str,
+    config: Config,
+    model: ModelConfig,
+    tuning: dict[str, int] | None = None,
+    cluster: Cluster | None = None,
 ) -> "Engine":
-    """The engine of a device, "cpu" or "cuda"."""
+    """The engine of a device, "cpu" or "cuda". cluster: None: this process is alone."""
+    cluster = cluster or Cluster()
     if kind == "cpu":
-        return CpuEngine(config, model)
+        return CpuEngine(config, model, cluster=cluster, wire=cluster.wire(config.ranks_each))
     from llmq_nb.train.engine_cuda import CudaEngine
 
-    return CudaEngine(config, model, tuning=tuning)
+    return CudaEngine(config, model, tuning=tuning, cluster=cluster)
 
 
 class CpuEngine:
-    """NumPy: every step runs as it is called, rank after rank."""
+    """NumPy: every step runs as it is called, rank after rank of this machine."""
 
     kind: Kind = "cpu"
 
@@ -120,14 +140,18 @@ class CpuEngine:
         model: ModelConfig,
         transfer: MakeTransfer = ImmediateTransfer,
         links: Callable[[int], list[Link]] = immediate_links,
+        cluster: Cluster | None = None,
+        wire: Wire | None = None,
     ) -> None:
         """transfer: copies to and from what `memory.offload` calls the host, for tests: here all
-        memory is the host's. links: makes a link for each rank."""
-        self.config, self.model = config, model
+        memory is the host's. links: makes a link for each rank. cluster, wire: to the other
+        machines; None: there are none."""
+        self.config, self.model, self.cluster = config, model, cluster or Cluster()
         # codes are kept where the host or shards would keep them; else a product makes them
         kept = offloads_quants(config) or shards_quants(config)
         self.plan = make_plan(config, model, extra=kept_quants(config, model) if kept else [])
-        ranks = config.world_size
+        ranks = config.ranks_each
+        self.local = self.cluster.local(ranks)
         check_host_memory(ranks * (self.plan.total + self.plan.host_total))
         self.rank_tensors = [allocate(self.plan) for _ in range(ranks)]
         self.tensors = self.rank_tensors[0]
@@ -138,19 +162,17 @@ class CpuEngine:
         ]
         self.ops = self.rank_ops[0]
         ends = [links(ranks) for _ in range(LINKS)]
-        self.ranks = make_ranks(
-            config,
-            model,
-            Seats(
-                self.rank_tensors,
-                list(self.rank_ops),
-                [tuple(end[r] for end in ends) for r in range(ranks)],
-                [lambda: None] * ranks,
-            ),
-            [transfer] * ranks,
-            (self.disk, Done()),
+        seats = Seats(
+            all_tensors(self.plan, self.rank_tensors, self.local, config.world_size),
+            list(self.rank_ops),
+            [tuple(end[r] for end in ends) for r in range(ranks)],
+            [lambda: None] * ranks,
+            self.local,
+            wire or NoWire(),
         )
-        self.states = run_states(config, model, self.ranks, self.rank_tensors)
+        disk = self.disk, Done()
+        self.ranks = make_ranks(config, model, seats, [transfer] * ranks, disk)
+        self.states = run_states(config, model, self.ranks, seats)
         for ops, rank in zip(self.rank_ops, self.ranks, strict=True):
             ops.shared_slots = rank.slots
         self._stale = True
@@ -165,11 +187,11 @@ class CpuEngine:
         learning_rate: float,
         health: bool = False,
     ) -> StepResult:
-        self._refresh_weights()
+        self.refresh_weights()
         micro_steps = batch.tokens.shape[0]
         for m in range(micro_steps):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
-            for r, rank in enumerate(self.ranks):
+            for r, rank in zip(self.local, self.ranks, strict=True):
                 rank.ops.set_scalars(scalars)
                 load(
                     rank,
@@ -182,7 +204,7 @@ class CpuEngine:
             micro_step(self.ranks, first=m == 0, last=m == micro_steps - 1)
         self.ops.counts_health = False
         optimizer_step(self.ranks)
-        found = result(self.ranks)
+        found = result(self.ranks, self.cluster)
         return dataclasses.replace(found, health=self._health()) if health else found
 
     def _health(self) -> tuple[TensorHealth, ...]:
@@ -195,7 +217,7 @@ class CpuEngine:
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
     ) -> float:
-        self._refresh_weights()
+        self.refresh_weights()
         rank = self.ranks[0]
         load(rank, tokens, targets, segment_start, None)
         evaluation_step(self.ranks[:1])
@@ -213,7 +235,8 @@ class CpuEngine:
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
         if isinstance(tensor, Spread):
-            return read_spread(tensor, lambda r, t: self.rank_ops[r].read(t))
+            here = [ops.read for ops in self.rank_ops]
+            return read_spread(tensor, lambda part: read_part(part, self.cluster, here))
         if isinstance(tensor.data, OnDisk):
             return tensor.data.read(tensor.shape, tensor.dtype.numpy)
         return self.ops.read(tensor)
@@ -221,7 +244,8 @@ class CpuEngine:
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
         self._stale = True
         if isinstance(tensor, Spread):
-            write_spread(tensor, array, lambda r, t, a: self.rank_ops[r].write(t, a))
+            here = [ops.write for ops in self.rank_ops]
+            write_spread(tensor, array, lambda part, a: write_part(part, a, self.local, here))
         elif isinstance(tensor.data, OnDisk):
             write_on_disk(tensor, array)
         else:
@@ -229,14 +253,39 @@ class CpuEngine:
 
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
         self._stale = True
-        for part in parts_of(tensor):
-            ops = self.rank_ops[part.rank]
+        for part in parts_of(tensor, self.local):
+            ops = self.rank_ops[part.rank - self.local.start]
             ops.fill_normal(part.tensor, std=std, tensor_id=tensor_id, first=part.first)
 
-    def _refresh_weights(self) -> None:
+    def refresh_weights(self) -> None:
         if self._stale:
             refresh_weights(self.ranks)
         self._stale = False
+
+
+def read_part(
+    part: Part, cluster: Cluster, here: Sequence[Callable[[Tensor], NDArray[Any]]]
+) -> NDArray[Any]:
+    """A part of a tensor; all processes read it together where it is another machine's. here: reads
+    a tensor of each of this machine's ranks."""
+    local = cluster.local(len(here))
+    own = part.rank in local
+    if own:
+        array = here[part.rank - local.start](part.tensor)
+    else:
+        array = np.empty(part.tensor.shape, part.tensor.dtype.numpy)
+    return cluster.share(array, part.rank // len(here)) if part.shared else array
+
+
+def write_part(
+    part: Part,
+    array: NDArray[Any],
+    local: range,
+    here: Sequence[Callable[[Tensor, NDArray[Any]], None]],
+) -> None:
+    """Set a part of a tensor, if it is this machine's: the others write their own."""
+    if part.rank in local:
+        here[part.rank - local.start](part.tensor, array)
 
 
 def write_on_disk(tensor: Tensor, array: NDArray[Any]) -> None:
@@ -281,12 +330,14 @@ def load_with_order(
     load(rank, tokens, targets, segment_start, stable_order(tokens.ravel()))
 
 
-def result(ranks: list[Rank]) -> StepResult:
-    """The step's numbers from the result buffers of all ranks."""
-    totals = []
+def result(ranks: list[Rank], cluster: Cluster | None = None) -> StepResult:
+    """The step's numbers from the result buffers of all ranks, those of other machines too."""
+    own = []
     for rank in ranks:
         rank.activate()
-        totals.append(rank.ops.read(rank.model.head.total))
+        own.append([float(x) for x in rank.ops.read(rank.model.head.total)])
+    totals = itertools.chain(*cluster.gather(own)) if cluster is not None else own
+    losses, peaks = zip(*(total[:2] for total in totals), strict=True)
     first = ranks[0]
     first.activate()
     norm, _, finite = (float(x) for x in first.ops.read(first.norm_total))
@@ -296,9 +347,9 @@ def result(ranks: list[Rank]) -> StepResult:
         names = [p.name for p in model_parameters(first.model.config)]
         bad = names[int(np.flatnonzero(~np.isfinite(norms))[0])]
     return StepResult(
-        loss=math.fsum(float(t[0]) for t in totals),
+        loss=math.fsum(losses),
         grad_norm=norm,
-        lse_max=max(float(t[1]) for t in totals),
+        lse_max=max(peaks),
         finite=bool(finite),
         non_finite_tensor=bad,
     )

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmq_nb.comm.cluster import Cluster
+from llmq_nb.comm.wire import Wire
 from llmq_nb.config import Config
 from llmq_nb.core.device import (
     Device,
@@ -55,9 +57,16 @@ from llmq_nb.plan.workspace import workspace_buffers
 from llmq_nb.report.console import announce
 from llmq_nb.report.metrics import TensorHealth
 from llmq_nb.train.cuda_memory import check_host, check_memory, check_offload, tensors_at
-from llmq_nb.train.cuda_seat import check_alike, ranks_of, take_seat
+from llmq_nb.train.cuda_seat import check_alike, make_wire, ranks_of, take_seat
 from llmq_nb.train.eager import Kind
-from llmq_nb.train.engine import StepResult, result, step_scalars, write_on_disk
+from llmq_nb.train.engine import (
+    StepResult,
+    read_part,
+    result,
+    step_scalars,
+    write_on_disk,
+    write_part,
+)
 from llmq_nb.train.health import FP8_SLOTS, tensor_health
 from llmq_nb.train.host_stores import on_disk
 from llmq_nb.train.rank import Rank
@@ -71,20 +80,28 @@ UPDATE = "optimizer step"
 
 
 class CudaEngine:
-    """The ranks of `parallel.devices` on their GPUs, driven by this thread.
+    """This machine's ranks, those of `parallel.devices`, on their GPUs, driven by this thread.
 
     Raises UserError where there is no usable GPU or too little memory. tuning: the choices of an
-    earlier start of the run (tuning.py).
+    earlier start of the run (tuning.py). cluster: the other machines; None: there are none. wire:
+    to their ranks; None: NCCL's.
     """
 
     kind: Kind = "cuda"
 
     def __init__(
-        self, config: Config, model: ModelConfig, *, tuning: dict[str, int] | None = None
+        self,
+        config: Config,
+        model: ModelConfig,
+        *,
+        tuning: dict[str, int] | None = None,
+        cluster: Cluster | None = None,
+        wire: Wire | None = None,
     ) -> None:
         devices = [open_device(ordinal) for ordinal in config.parallel.devices or (0,)]
         self.device = devices[0]
-        check_alike(devices)
+        self.cluster = cluster = cluster or Cluster()
+        check_alike(devices, cluster)
         config = with_fp8_units(config, self.device)
         self.config, self.model = config, model
         self.plan = make_plan(config, model, extra=workspace_buffers(config, model))
@@ -100,10 +117,11 @@ class CudaEngine:
         self.base, self.host = first.base, first.host
         self.disk = on_disk(config, model, self.tensors, announce)
         fence = CudaFence(self.device, self.stream, DISK_STAGES)
-        self.ranks = make_ranks(
-            config, model, *ranks_of(config, self.seats), disk=(self.disk, fence)
-        )
-        self.states = run_states(config, model, self.ranks, [s.tensors for s in self.seats])
+        self.local = cluster.local(config.ranks_each)
+        self.wire = wire or make_wire(cluster, devices)
+        seats, transfers = ranks_of(config, self.plan, self.seats, self.local, self.wire)
+        self.ranks = make_ranks(config, model, seats, transfers, disk=(self.disk, fence))
+        self.states = run_states(config, model, self.ranks, seats)
         self._graphs: dict[str, Graph] = {}
         self._eager = config.run.cuda_graphs is False
         self._stale = True
@@ -126,23 +144,23 @@ class CudaEngine:
         learning_rate: float,
         health: bool = False,
     ) -> StepResult:
-        self._refresh_weights()
+        self.refresh_weights()
         start, micro_steps = time.perf_counter(), batch.tokens.shape[0]
         for m in range(micro_steps):
             scalars = step_scalars(self.config, batch, step, m, updates, learning_rate)
-            for r, seat in enumerate(self.seats):
+            for r, seat in zip(self.local, self.seats, strict=True):
                 arrays = (batch.tokens[m, r], batch.targets[m, r], batch.segment_start[m, r])
                 seat.device.make_current()
                 seat.ring.send(*arrays, batch.token_order(m, r), scalars)
             first, last = m == 0, m == micro_steps - 1
             counted = health and last
             name = ("first micro-step" if first else "micro-step") + ", counted" * counted
-            if last and len(self.ranks) > 1 and not self.config.parallel.shard_gradients:
+            if last and self.config.world_size > 1 and not self.config.parallel.shard_gradients:
                 name += ", reduced"
             self._run(name, functools.partial(run_micro_step, self.ranks, first, last, counted))
         self._run(UPDATE, lambda: optimizer_step(self.ranks))
         self.host_seconds = time.perf_counter() - start
-        found = result(self.ranks)
+        found = result(self.ranks, self.cluster)
         return dataclasses.replace(found, health=self._health()) if health else found
 
     def _health(self) -> tuple[TensorHealth, ...]:
@@ -157,7 +175,7 @@ class CudaEngine:
     def evaluate(
         self, tokens: NDArray[Any], targets: NDArray[Any], segment_start: NDArray[Any]
     ) -> float:
-        self._refresh_weights()
+        self.refresh_weights()
         self.device.make_current()
         order = np.zeros(tokens.size, np.int32)  # only a backward reads it
         self.seats[0].ring.send(tokens, targets, segment_start, order, Scalars())
@@ -166,33 +184,26 @@ class CudaEngine:
         return float(losses.sum(dtype=np.float64))
 
     def read(self, tensor: Tensor) -> NDArray[Any]:
-        def read(rank: int, part: Tensor) -> NDArray[Any]:
-            self.seats[rank].device.make_current()
-            return self.seats[rank].ops.read(part)
-
+        here = [seat.read for seat in self.seats]
         if isinstance(tensor, Spread):
-            return read_spread(tensor, read)
+            return read_spread(tensor, lambda part: read_part(part, self.cluster, here))
         if isinstance(tensor.data, OnDisk):
             return tensor.data.read(tensor.shape, tensor.dtype.numpy)
-        return read(0, tensor)
+        return here[0](tensor)
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
-        def write(rank: int, part: Tensor, values: NDArray[Any]) -> None:
-            self.seats[rank].device.make_current()
-            self.seats[rank].ops.write(part, values)
-
-        self._stale = True
+        self._stale, here = True, [seat.write for seat in self.seats]
         if isinstance(tensor, Spread):
-            write_spread(tensor, array, write)
+            write_spread(tensor, array, lambda part, a: write_part(part, a, self.local, here))
         elif isinstance(tensor.data, OnDisk):
             write_on_disk(tensor, array)
         else:
-            write(0, tensor, array)
+            here[0](tensor, array)
 
     def fill_normal(self, tensor: Tensor, *, std: float, tensor_id: int) -> None:
         self._stale = True
-        for part in parts_of(tensor):
-            seat = self.seats[part.rank]
+        for part in parts_of(tensor, self.local):
+            seat = self.seats[part.rank - self.local.start]
             seat.device.make_current()
             seat.ops.fill_normal(part.tensor, std=std, tensor_id=tensor_id, first=part.first)
 
@@ -203,12 +214,13 @@ class CudaEngine:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
+        self.wire.close()
         for seat in self.seats:
             seat.close()
         if self.disk is not None:
             self.disk.close()
 
-    def _refresh_weights(self) -> None:
+    def refresh_weights(self) -> None:
         if self._stale:
             self.device.make_current()
             refresh_weights(self.ranks)
@@ -230,6 +242,7 @@ class CudaEngine:
 
         made = products.tune(self.base, self.plan.total, stream=self.stream, progress=progress)
         keep_machine_tuning(self.device, made)  # not what the run had: keep_apart assumes some
+        products.take(self.cluster.gather(products.choices)[0])  # one choice, the same bits
         for seat, rank in zip(self.seats, self.ranks, strict=True):
             seat.ops.products.take(products.choices)
             seat.clear(self.plan.total)

@@ -35,7 +35,7 @@ def start_facts(trainer: Trainer) -> dict[str, Any]:
         facts["device_name"] = name
         peak = peak_tokens_per_second(trainer.config, trainer.model, name)
         if peak is not None:
-            facts["peak_tokens_per_second"] = peak * len(trainer.config.parallel.devices or (0,))
+            facts["peak_tokens_per_second"] = peak * trainer.config.world_size
     return facts
 
 

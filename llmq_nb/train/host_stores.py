@@ -57,7 +57,7 @@ class Member(Protocol):
     """One rank among several, as the stores need it (`train.sharding`)."""
 
     @property
-    def index(self) -> int: ...
+    def place(self) -> int: ...
 
     @property
     def seats(self) -> Any: ...
@@ -111,7 +111,7 @@ def gathered_weights(
         staged[layer] = Staged(weights, turn, staging, copies(pairs))
     if not staged:
         return None
-    transfer = make() if member is None else LinkTransfer(member.seats.links[member.index][0])
+    transfer = make() if member is None else LinkTransfer(member.seats.links[member.place][0])
     return HostWeights(resident, staged, transfer)
 
 
@@ -126,7 +126,7 @@ def shared_gradients(
         setattr(weights, field, full_gradient(config, model, tensors, p))
     if model.tied:
         units["head"].table = units["embedding"].table
-    return SharedGradients(member.group.reduction, member.index, units)
+    return SharedGradients(member.group.reduction, member.place, units)
 
 
 def full_gradient(config: Config, model: ModelConfig, tensors: Tensors, p: Parameter) -> Tensor:

@@ -79,7 +79,7 @@ def _on_gpu(config: Config, batch_bytes: int) -> tuple[Config, int, int | None, 
     available = pinnable_bytes()
     host = host_room(config, None if available is None else available - batch_bytes - PYTHON)
     if host is not None:
-        host //= config.world_size
+        host //= config.ranks_each
     if under_wsl():
         host = WSL_PINNED if host is None else min(host, WSL_PINNED)
     planned = with_fp8_units(config, device)

@@ -80,8 +80,11 @@ def replay_config(run_dir: Path) -> Config:
     if not path.is_file():
         raise UserError(f"no run in {run_dir}", mend="give a run's folder, with its config.toml")
     config = load_config(path)
+    p = config.parallel
+    ranks = (p.devices or (0,)) * p.machines  # those of other machines too: the bits are the same
     return dataclasses.replace(
         config,
+        parallel=dataclasses.replace(p, devices=ranks, machines=1),
         run=dataclasses.replace(config.run, out_dir=str(run_dir), cuda_graphs=False),
         log=dataclasses.replace(config.log, trackers=(), health_every=0),
     )

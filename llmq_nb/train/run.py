@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from llmq_nb.comm.cluster import Cluster
 from llmq_nb.config import Config
 from llmq_nb.config_file import to_toml
 from llmq_nb.core.errors import MachineError, UserError
 from llmq_nb.core.files import atomic_file, remove_torn
 from llmq_nb.report.console import Console, announce
 from llmq_nb.report.device import DeviceMonitor
-from llmq_nb.report.jsonl import JsonlLog, read_log
+from llmq_nb.report.jsonl import JsonlLog, NoLog, read_log
 from llmq_nb.report.metrics import HealthMetrics, StepMetrics
 from llmq_nb.report.trackers import TrackerWriter, check_trackers, open_trackers
 from llmq_nb.train.eager import shared_weights, weight_arrays
@@ -36,36 +37,52 @@ SAMPLE_TEMPERATURE = 0.8
 
 
 def run(
-    config: Config, *, resume: str | Literal["auto", "none"] = "auto", argv: Sequence[str] = ()
+    config: Config,
+    *,
+    resume: str | Literal["auto", "none"] = "auto",
+    argv: Sequence[str] = (),
+    cluster: Cluster | None = None,
 ) -> int:
-    """Train until the last step or a signal; returns the exit code (0, or 128 + signal)."""
+    """Train until the last step or a signal; returns the exit code (0, or 128 + signal).
+
+    cluster: the processes of several machines; the first one writes, the others only train.
+    """
+    cluster = cluster or Cluster()
     check_run(config)
     last: Path | None = None
+    at_once = False
     with (
         Signals() as signals,
-        only_run_in(Path(config.out_dir)) as claim,
+        only_run_in(Path(config.out_dir), locks=cluster.leads) as claim,
+        cluster.guard(),
         contextlib.ExitStack() as stack,
     ):
         try:
             with signals.at_once():
-                trainer = stack.enter_context(Trainer(config, resume=resume))
-            trainer.make_out_dir()
+                trainer = stack.enter_context(Trainer(config, resume=resume, cluster=cluster))
+            stack.enter_context(cluster.guard())  # others hear of an error before it cleans up
+            if cluster.leads:
+                trainer.make_out_dir()
             claim()
             last = _train(trainer, signals, argv)
             if signals.received is None:
                 with signals.at_once():
                     leave(trainer, last)
         except Stopped:
-            pass
+            at_once = True
         if signals.received is not None:
             where = "no step was made" if last is None else f"checkpoint: {last}"
             announce(f"stopped by signal {signals.received}; {where}")
+            if at_once and cluster.several:  # the others may be anywhere: they end by this
+                raise SystemExit(signals.exit_code)
     return signals.exit_code
 
 
 def _train(trainer: Trainer, signals: Signals, argv: Sequence[str]) -> Path | None:
     """The remaining steps, logged; the newest checkpoint."""
     config = trainer.config  # resolved
+    if not trainer.cluster.leads:
+        return Loop(trainer, NoLog(), (), signals).run()
     remove_torn(trainer.out_dir / "config.toml")
     with atomic_file(trainer.out_dir / "config.toml") as file:
         file.write(to_toml(config).encode())
@@ -90,8 +107,9 @@ def _train(trainer: Trainer, signals: Signals, argv: Sequence[str]) -> Path | No
 
 
 @contextlib.contextmanager
-def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
-    """Locks the run's folder if it is there, else when the function handed over is called.
+def only_run_in(folder: Path, *, locks: bool = True) -> Iterator[Callable[[], None]]:
+    """Locks the run's folder if it is there, else when the function handed over is called; does
+    nothing unless it `locks`.
 
     Raises UserError where another process trains in it: two would mix their logs and checkpoints.
     The kernel drops the lock with the process; where folders cannot be locked there is none.
@@ -99,7 +117,7 @@ def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
     handles: list[int] = []
 
     def claim() -> None:
-        if handles or not folder.is_dir():
+        if not locks or handles or not folder.is_dir():
             return
         handles.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
         try:
@@ -137,7 +155,7 @@ class Loop:
         monitor: DeviceMonitor | None = None,
     ) -> None:
         self.trainer, self.log, self.trackers, self.signals = trainer, log, trackers, signals
-        self.monitor = monitor
+        self.monitor, self.cluster = monitor, trainer.cluster
         self.config = trainer.config
         self.last: Path | None = None
         self.saved_step = trainer.progress.step if trainer.resumed else -1
@@ -159,9 +177,10 @@ class Loop:
 
     def _steps(self, console: Console) -> None:
         t = self.trainer
-        if t.resumed and self._due(self.config.eval.every) and not self._evaluated():
-            self._evaluate(console)  # a signal had cut it short
-        while not t.finished and self.signals.received is None:
+        if t.resumed and self._due(self.config.eval.every):
+            if not self.cluster.first(self._evaluated):
+                self._evaluate(console)  # a signal had cut it short
+        while not t.finished and not self._stopped():
             metrics = t.step()
             self._report(console, metrics)
             if metrics.non_finite_tensor and self.config.log.non_finite == "stop":
@@ -175,14 +194,23 @@ class Loop:
         if t.progress.step and self.saved_step != t.progress.step:
             self._save()
 
+    def _stopped(self) -> bool:
+        """Whether a signal came, to this process or another one."""
+        found = [n for n in self.cluster.gather(self.signals.received) if n is not None]
+        self.signals.received = self.signals.received or next(iter(found), None)
+        return bool(found)
+
     def _evaluated(self) -> bool:
         """Whether the log has an evaluation of the step that the run was resumed at."""
         step = self.trainer.progress.step
         return any(r["log"] == "eval" and r["step"] == step for r in read_log(self.log.path))
 
     def _rescue(self) -> None:
-        """Before an error ends the run: keep the steps made since the newest checkpoint."""
-        if self.trainer.progress.step in (0, self.save_tried):
+        """Before an error ends the run: keep the steps made since the newest checkpoint.
+
+        That takes all machines, and perhaps it is one of them that has failed.
+        """
+        if self.cluster.several or self.trainer.progress.step in (0, self.save_tried):
             return
         try:
             self._save()
@@ -225,6 +253,9 @@ class Loop:
             self._track(health.step, values)
 
     def _evaluate(self, console: Console) -> None:
+        self.trainer.engine.refresh_weights()
+        if not self.cluster.leads:
+            return
         metrics = self.trainer.evaluate(stop=lambda: self.signals.received is not None)
         if metrics is not None:
             console.evaluation(metrics)
@@ -274,6 +305,9 @@ def leave(trainer: Trainer, checkpoint: Path | None) -> None:
     from llmq_nb.report.plot import plot_runs  # matplotlib takes a third of the start-up time
 
     out = trainer.out_dir
+    if not trainer.cluster.leads:
+        trainer.export(out / "export")
+        return
     if trainer.config.log.sample is not None:
         announce(f"sample, from {trainer.config.log.sample!r}:")
         print(sample(trainer, trainer.config.log.sample), flush=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from llmq_nb.comm.cluster import Cluster
 from llmq_nb.config import Config
 from llmq_nb.core.driver import Driver, find_driver, missing_packages
 from llmq_nb.core.errors import UserError
@@ -22,6 +23,8 @@ from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config, unread_keys
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.families import preset
 from llmq_nb.plan.buffers import make_plan
+from llmq_nb.plan.places import cuts_weights
+from llmq_nb.plan.shards import shards_quants
 
 CUDA_HEAD_DIMS = (64, 128)
 """Head dimensions of the attention kernels."""
@@ -125,17 +128,25 @@ def settle_device(config: Config, device: Device, model: ModelConfig) -> Device:
     return Device("cpu", f"device: cpu ({device.reason.removeprefix('device: ')} is idle; {why})")
 
 
-def settle_ranks(config: Config, device: Device) -> Config:
-    """The config with `parallel.devices` as the run has them: by default every GPU."""
-    if config.parallel.devices is not None:
-        return config
-    devices = (0,)
-    if device.kind == "cuda":
+def settle_ranks(config: Config, device: Device, cluster: Cluster) -> Config:
+    """The config with the devices and machines that the run has: by default every GPU.
+
+    Raises UserError where the machines are not alike.
+    """
+    p = config.parallel
+    devices = p.devices or (0,)
+    if p.devices is None and device.kind == "cuda":
         from llmq_nb.core.device import device_count
 
         devices = tuple(range(device_count()))
+    if p.machines > 1 and not cluster.several:
+        what, mend = f"machines = {p.machines}, and one process", "start it with mpirun or srun"
+        raise UserError(what, where="parallel.machines", mend=mend)
+    cluster.same("device", device.kind, "set run.device, or mend what keeps the GPU idle")
+    mend = "name as many on each: parallel.devices, CUDA_VISIBLE_DEVICES"
+    cluster.same("ranks", len(devices), mend)
     return dataclasses.replace(
-        config, parallel=dataclasses.replace(config.parallel, devices=devices)
+        config, parallel=dataclasses.replace(p, devices=devices, machines=cluster.size)
     )
 
 
@@ -181,6 +192,8 @@ def check_supported(config: Config, device: Device) -> None:
     if config.world_size > 1 and config.memory.disk:
         what = f"disk = {list(config.memory.disk)} on several ranks"
         raise UserError(what, where="memory.disk", mend="it works on one rank: leave it out")
+    if p.machines > 1:
+        _check_machines(config, device)
     if device.kind == "cpu" and config.memory.offload:
         mend = "the cpu engine's memory is host memory already: leave it out"
         raise UserError(
@@ -188,10 +201,35 @@ def check_supported(config: Config, device: Device) -> None:
         )
 
 
+def _check_machines(config: Config, device: Device) -> None:
+    """Refuse what would send weights between machines in every micro-step."""
+    p, what = config.parallel, None
+    if cuts_weights(config):
+        what = "shard_weights = true" if p.shard_weights else "offload = ['master'] without a copy"
+    elif shards_quants(config):
+        what = "offload = ['quants', ...]"
+    if what is not None:
+        where = "parallel.shard_weights" if p.shard_weights else "memory.offload"
+        mend = "every GPU needs all weights here: leave it out"
+        raise UserError(f"{what} on several machines", where=where, mend=mend)
+    if device.kind == "cuda" and config.ranks_per_device > 1:
+        what = f"devices = {list(p.devices or ())} on several machines"
+        raise UserError(what, where="parallel.devices", mend="NCCL wants a GPU for each rank")
+
+
+def check_same_files(cluster: Cluster, source: ModelSource, tokens: str, windows: int) -> None:
+    """Raise UserError where machines do not read the same data or weights."""
+    mend = "all machines must see the same files: a folder that they share, or equal copies"
+    cluster.same("data.train", f"{tokens} in {windows} windows", mend)
+    folder = source.folder if source.pretrained else None
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    cluster.same("weights", [(file.name, file.stat().st_size) for file in files], mend)
+
+
 def check_memory(config: Config, model: ModelConfig) -> None:
     """Raise UserError where the cpu engine would not fit into the machine's memory."""
     plan = make_plan(config, model)
-    needed = config.world_size * (plan.total + plan.host_total)
+    needed = config.ranks_each * (plan.total + plan.host_total)
     check_host_memory(needed + batch_bytes(config))
 
 
@@ -211,8 +249,23 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"cannot write to {folder}", where="run.out_dir", mend=mend)
 
 
-def open_data(config: Config, source: ModelSource, announce: Announce) -> Data:
-    """Open the stores, making them from `data.sources` on first use."""
+def open_data(
+    config: Config, source: ModelSource, announce: Announce, cluster: Cluster | None = None
+) -> Data:
+    """Open the stores, making them from `data.sources` on first use: the first process does, and
+    the others open them then."""
+    if cluster is None or not cluster.several:
+        return _open_data(config, source, announce)
+    if cluster.leads:
+        data = _open_data(config, source, announce)
+        cluster.gather(None)
+        return data
+    cluster.gather(None)
+    made = dataclasses.replace(config.data, sources=())
+    return _open_data(dataclasses.replace(config, data=made), source, announce)
+
+
+def _open_data(config: Config, source: ModelSource, announce: Announce) -> Data:
     d = config.data
     tokenizer = load_tokenizer(tokenizer_path(config, source))
     train, validation = Path(d.train), None if d.validation is None else Path(d.validation)
@@ -268,8 +321,7 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
     if config.schedule.steps is not None:
         return config.schedule.steps
     windows = (config.schedule.epochs or 1.0) * windows_per_epoch
-    per_step = config.batch.micro_batch * config.batch.grad_accumulation
-    return max(1, int(windows // per_step))
+    return max(1, int(windows // (config.tokens_per_step // config.batch.seq_len)))
 
 
 def open_loader(config: Config, store: TokenSource, position: Position) -> Loader:

@@ -1,7 +1,8 @@
 """What several ranks hold together, from every rank's tensors of the plan: only `train` wires.
 
 A rank's own states are shards; what a checkpoint, an export or a test sees is a `Spread`, a tensor
-that knows its parts.
+that knows its parts. Ranks are numbered over machines. Each process wires its own, and knows of the
+others' tensors what the plan says (`elsewhere`): enough to send what they pull and to name a part.
 """
 
 import dataclasses
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 
 from llmq_nb.comm.collectives import all_gather, rows
 from llmq_nb.comm.exchange import Exchange, Seat
-from llmq_nb.comm.gradients import End, GradientReduction, Run
+from llmq_nb.comm.gradients import End, GradientReduction, Run, sums_of
 from llmq_nb.comm.link import Link, Pull
+from llmq_nb.comm.wire import NoWire, Phase, Wire, split
 from llmq_nb.config import Config
 from llmq_nb.core.dtype import M_GROUP
 from llmq_nb.core.tensor import Tensor
@@ -22,6 +24,7 @@ from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.ops import Ops
 from llmq_nb.model.parameters import Parameter, model_parameters, tensor_ids
 from llmq_nb.model.weights import Unit, unit_of
+from llmq_nb.plan.buffers import Plan
 from llmq_nb.plan.places import STAGES, has_master, shards_gradients
 from llmq_nb.plan.shards import elements, shard_range, shards_weight
 from llmq_nb.train.host_stores import full_gradient
@@ -33,38 +36,53 @@ RECODE = 256
 
 @dataclasses.dataclass(slots=True)
 class Seats:
-    """All ranks' tensors by the plan's names, operations and links, in the order of the ranks.
+    """All ranks' tensors by the plan's names, in the order of the ranks, and of the ranks `local`
+    of this machine the operations and links.
 
-    Each of a rank's LINKS has a queue of its own. activate: makes a rank's device current.
+    Each of a rank's LINKS has a queue of its own. activate: makes a rank's device current. wire: to
+    the other machines.
     """
 
     tensors: list[Tensors]
     ops: list[Ops]
     links: list[tuple[Link, ...]]
     activate: list[Callable[[], None]]
+    local: range
+    wire: Wire = dataclasses.field(default_factory=NoWire)
+
+
+def elsewhere(plan: Plan) -> Tensors:
+    """The tensors of a rank on another machine: their addresses mean nothing here."""
+    return {b.name: Tensor(b.name, b.shape, b.dtype, 0) for b in plan.buffers}
+
+
+def all_tensors(plan: Plan, local: Sequence[Tensors], ranks: range, world: int) -> list[Tensors]:
+    """Those of all ranks, of which `ranks` are here and have `local`."""
+    return [local[r - ranks.start] if r in ranks else elsewhere(plan) for r in range(world)]
 
 
 @dataclasses.dataclass(slots=True)
 class Group:
-    """The ranks' common work. norms, slots, weights: what each rank pulls in a phase."""
+    """The ranks' common work. norms, slots, weights: what all pull in a phase."""
 
     exchange: Exchange
     reduction: GradientReduction
-    norms: list[list[Pull]]
-    slots: list[list[Pull]]
-    weights: list[list[Pull]]
+    norms: Phase
+    slots: Phase
+    weights: Phase
 
-    def share(self, pulls: list[list[Pull]]) -> None:
+    def share(self, phase: Phase) -> None:
         """All ranks pull; nobody goes on before all have what they lacked."""
-        if any(pulls):
-            self.exchange.share(pulls)
+        if phase:
+            self.exchange.share(phase)
 
 
 @dataclasses.dataclass(slots=True)
 class Member:
-    """One rank's seat."""
+    """One rank's seat. index: its number. place: among the ranks of this machine."""
 
     index: int
+    place: int
     seats: Seats
     group: Group
 
@@ -80,20 +98,23 @@ class Member:
 
 def make_group(config: Config, model: ModelConfig, seats: Seats) -> Group:
     """Wire the ranks to each other."""
-    parameters, ranks = model_parameters(model), len(seats.tensors)
+    parameters, ranks, local = model_parameters(model), len(seats.tensors), seats.local
     ids = tensor_ids(parameters)
     every = shards_gradients(config)
-    ends = []
-    for rank, (ops, links) in enumerate(zip(seats.ops, seats.links, strict=True)):
-        runs: dict[Unit, list[Run]] = {}
+    runs: list[dict[Unit, list[Run]]] = []
+    for rank in range(ranks):
+        own: dict[Unit, list[Run]] = {}
         for p in parameters:
-            runs.setdefault(unit_of(p), []).extend(
-                _runs(config, p, ids[p.name], seats, rank, model)
-            )
-        ends.append(End(links[1], runs, _accumulate(ops, links[1]), seats.activate[rank]))
+            own.setdefault(unit_of(p), []).extend(_runs(config, p, ids[p.name], seats, rank, model))
+        runs.append(own)
+    ends = [
+        End(links[1], _accumulate(ops, links[1]), activate)
+        for ops, links, activate in zip(seats.ops, seats.links, seats.activate, strict=True)
+    ]
     turns = {layer: layer % STAGES for layer in range(model.L)} if every else {}
     exchange = Exchange(
-        [Seat(links[2], go) for links, go in zip(seats.links, seats.activate, strict=True)]
+        [Seat(links[2], go) for links, go in zip(seats.links, seats.activate, strict=True)],
+        seats.wire,
     )
     replicated = [p for p in parameters if not shards_weight(config, p)]
     weights: list[list[Pull]] = []
@@ -111,7 +132,9 @@ def make_group(config: Config, model: ModelConfig, seats: Seats) -> Group:
     slots: list[list[Pull]] = [[] for _ in seats.tensors]
     if "ranks/slots" in seats.tensors[0]:
         slots = _rows(seats, "fp8/slots", "ranks/slots")
-    return Group(exchange, GradientReduction(ends, turns, every=every), norms, slots, weights)
+    sums = sums_of(runs, local)
+    reduction = GradientReduction(ends, sums, turns, every=every, wire=seats.wire)
+    return Group(exchange, reduction, *(split(x, local) for x in (norms, slots, weights)))
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -171,11 +194,13 @@ def _runs(
 # ---- whole tensors out of parts ----------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """A flat run of a tensor on a rank, from its element `first` on."""
+    """A flat run of a tensor on a rank, from its element `first` on. shared: other machines lack
+    it."""
 
     rank: int
     first: int
     tensor: Tensor
+    shared: bool = True
 
 
 class Spread(Tensor):
@@ -205,7 +230,7 @@ class Spread(Tensor):
             low, high = max(part.first, begin), min(part.first + part.tensor.size, end)
             if low < high:
                 own = part.tensor.rows(low - part.first, high - part.first)
-                parts.append(Part(part.rank, low - begin, own))
+                parts.append(Part(part.rank, low - begin, own, part.shared))
         return Spread(self.name, (stop - start, *self.shape[1:]), self.dtype, tuple(parts))
 
     def view(self, *shape: int) -> "Spread":
@@ -228,41 +253,43 @@ def sharded_scales(p: Parameter, parts: Sequence[Tensor]) -> Spread:
     return Spread(parts[0].name, (-(-n // M_GROUP),), parts[0].dtype, tuple(own))
 
 
-def replicated(whole: Sequence[Tensor]) -> Spread:
-    """A tensor that every rank has."""
+def replicated(whole: Sequence[Tensor], local: range) -> Spread:
+    """A tensor that every rank has; its parts are those of this machine."""
     first = whole[0]
-    own = tuple(Part(r, 0, _flat(t)) for r, t in enumerate(whole))
+    own = tuple(Part(r, 0, _flat(whole[r]), shared=False) for r in local)
     return Spread(first.name, first.shape, first.dtype, own)
 
 
-def parts_of(tensor: Tensor) -> tuple[Part, ...]:
-    """The parts of any tensor: one on rank 0 that has no others."""
-    return tensor.parts if isinstance(tensor, Spread) else (Part(0, 0, tensor),)
+def parts_of(tensor: Tensor, local: range) -> tuple[Part, ...]:
+    """The parts of any tensor on the ranks `local`: one on the first of what has no others."""
+    if not isinstance(tensor, Spread):
+        return (Part(local.start, 0, tensor),)
+    return tuple(part for part in tensor.parts if part.rank in local)
 
 
-def read_spread(tensor: Spread, read: Callable[[int, Tensor], NDArray[Any]]) -> NDArray[Any]:
-    """The whole content. read: a part of a rank's."""
+def read_spread(tensor: Spread, read: Callable[[Part], NDArray[Any]]) -> NDArray[Any]:
+    """The whole content. read: a part, of whatever rank."""
     out, end = np.empty(tensor.size, tensor.dtype.numpy), 0
     for part in tensor.parts:
         if part.first + part.tensor.size > end:  # else it is a copy of what was read
-            out[part.first : part.first + part.tensor.size] = read(part.rank, part.tensor)
+            out[part.first : part.first + part.tensor.size] = read(part)
             end = part.first + part.tensor.size
     return out.reshape(tensor.shape)
 
 
 def write_spread(
-    tensor: Spread, array: NDArray[Any], write: Callable[[int, Tensor, NDArray[Any]], None]
+    tensor: Spread, array: NDArray[Any], write: Callable[[Part, NDArray[Any]], None]
 ) -> None:
-    """Set the whole content, every copy of it."""
+    """Set the whole content, every copy of it. write: to a part, of whatever rank."""
     flat = np.ascontiguousarray(array).reshape(-1)
     for part in tensor.parts:
-        write(part.rank, part.tensor, flat[part.first : part.first + part.tensor.size])
+        write(part, flat[part.first : part.first + part.tensor.size])
 
 
 def spread_states(
-    config: Config, model: ModelConfig, tensors: Sequence[Tensors]
+    config: Config, model: ModelConfig, tensors: Sequence[Tensors], local: range
 ) -> list[dict[str, Any]]:
-    """The fields of each parameter's state over all ranks, in forward order."""
+    """The fields of each parameter's state over all ranks, in forward order. local: those here."""
     out, ranks = [], len(tensors)
 
     def own(group: str, p: Parameter) -> list[Tensor]:
@@ -279,7 +306,7 @@ def spread_states(
         if shards_weight(config, p):
             weight = sharded(p, own("weights", p))
         else:
-            weight = replicated([t[f"weights/{p.name}"] for t in tensors])
+            weight = replicated([t[f"weights/{p.name}"] for t in tensors], local)
         shards = [gradient_shard(config, p, t, r) for r, t in enumerate(tensors)]
         scales = None
         if f"m_scale/{p.name}" in tensors[0]:

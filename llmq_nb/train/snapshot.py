@@ -23,6 +23,7 @@ from llmq_nb.data.store import TokenSource
 from llmq_nb.model.config import Llama3Rope, ModelConfig
 from llmq_nb.model.parameters import Parameter
 from llmq_nb.train.checkpoint import Checkpoint, read_checkpoint
+from llmq_nb.train.eager import Engine as Readable
 from llmq_nb.train.engine import Engine
 from llmq_nb.train.initial import copy_to_weights
 
@@ -47,7 +48,7 @@ class Progress:
     rollbacks: int = 0
 
 
-def parts(engine: Engine) -> dict[str, Iterable[tuple[str, NDArray[Any]]]]:
+def parts(engine: Readable) -> dict[str, Iterable[tuple[str, NDArray[Any]]]]:
     """Streams of (name, array), read from the device one tensor at a time."""
     out: dict[str, Iterable[tuple[str, NDArray[Any]]]] = {
         part: _views(engine, part) for part in PARTS
@@ -64,14 +65,14 @@ def part_bytes(engine: Engine) -> dict[str, int]:
     return out
 
 
-def _views(engine: Engine, part: str) -> Iterator[tuple[str, NDArray[Any]]]:
+def _views(engine: Readable, part: str) -> Iterator[tuple[str, NDArray[Any]]]:
     for state in engine.states:
         array = engine.read(getattr(state, part))
         for view in state.parameter.views:
             yield view.hf_name, array[view.start : view.stop]
 
 
-def _scales(engine: Engine) -> Iterator[tuple[str, NDArray[Any]]]:
+def _scales(engine: Readable) -> Iterator[tuple[str, NDArray[Any]]]:
     for state in engine.states:
         if state.m_scale is not None:
             yield state.parameter.name, engine.read(state.m_scale)

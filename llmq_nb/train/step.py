@@ -95,7 +95,7 @@ def evaluation_step(ranks: Sequence[Rank]) -> None:
 def _combine_absmax(ranks: Sequence[Rank]) -> None:
     """A weight's absmax is that of all shards of it."""
     group = ranks[0].group
-    if group and any(group.slots):
+    if group and group.slots:
         group.share(group.slots)
         for rank in _each(ranks):
             assert rank.slots is not None and rank.all_slots is not None

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from llmq_nb.comm.cluster import Cluster
 from llmq_nb.config import Config
 from llmq_nb.core.device import DeviceError
 from llmq_nb.core.dtype import DType
@@ -26,7 +27,6 @@ from llmq_nb.data.packing import Packing
 from llmq_nb.data.tokenizer import export_source
 from llmq_nb.io.export import DEFAULT_SHARD_SIZE, export_model
 from llmq_nb.io.weights import check_weights, load_weights
-from llmq_nb.model.parameters import Parameter
 from llmq_nb.report.console import announce as print_line
 from llmq_nb.report.metrics import EvalMetrics, HealthMetrics, StepMetrics
 from llmq_nb.train import setup, snapshot
@@ -47,6 +47,7 @@ from llmq_nb.train.initial import set_random_weights, set_weights
 from llmq_nb.train.memory_policy import resolve_memory
 from llmq_nb.train.schedule import check_schedule, learning_rate
 from llmq_nb.train.spikes import is_spike, remember
+from llmq_nb.train.together import Reader, together
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, below `run.out_dir`."""
@@ -58,7 +59,8 @@ class Trainer:
     resume: "auto" goes on from the newest complete checkpoint in the run's folder, if any; "none"
     starts anew and refuses a folder with checkpoints, "start" does not (for runs that save
     nothing); a path is the checkpoint to go on from, or a run's folder, of which it is the newest.
-    announce: takes the one-line facts of the start.
+    announce: takes the one-line facts of the start. cluster: the processes of several machines, of
+    which each has a Trainer and makes the same calls; None: this one is alone.
 
     `config` is the resolved one: what `memory.policy = "auto"` chose stands in it.
     """
@@ -69,47 +71,57 @@ class Trainer:
         *,
         resume: str | Literal["auto", "none", "start"] = "auto",
         announce: Callable[[str], None] = print_line,
+        cluster: Cluster | None = None,
     ) -> None:
+        self.cluster = cluster = cluster or Cluster()
         found = setup.choose_device(config)
         if config.schedule.steps is not None:
             check_schedule(config.schedule, config.schedule.steps)
         self.source = setup.resolve_model(config, announce)
         self.model = self.source.model
         self.device = setup.settle_device(config, found, self.model)
-        config = setup.settle_ranks(config, self.device)
+        config = setup.settle_ranks(config, self.device, cluster)
         setup.check_supported(config, found)
         announce(self.device.reason)
+        if cluster.several:
+            each = f"{config.ranks_each} rank{'s' * (config.ranks_each > 1)} each"
+            announce(f"machines: {', '.join(cluster.gather(cluster.name))}; {each}")
         if self.device.hint is not None:
             announce(self.device.hint)
         if self.source.pretrained:
             assert self.source.folder is not None
             check_weights(self.source.folder, self.model)
         self.out_dir = Path(config.out_dir)
-        setup.check_writable(self.out_dir)
-        self.resumed = self._find_checkpoint(resume)
+        if cluster.leads:
+            setup.check_writable(self.out_dir)
+        self.resumed = cluster.first(lambda: self._find_checkpoint(resume))
         checkpoint = None
         if self.resumed is not None:
             checkpoint = snapshot.open_checkpoint(self.resumed, self.model)
         self.resumed_step = 0 if checkpoint is None else checkpoint.step
-        self.config = config = resolve_memory(
-            config,
-            self.model,
-            self.device.kind,
-            checkpoint,
-            announce,
-            batch_bytes=setup.batch_bytes(config),
+        self.config = config = cluster.first(
+            lambda: resolve_memory(
+                config,
+                self.model,
+                self.device.kind,
+                checkpoint,
+                announce,
+                batch_bytes=setup.batch_bytes(config),
+            )
         )
         if self.device.kind == "cpu":
             setup.check_memory(config, self.model)
-        self.data = setup.open_data(config, self.source, announce)
+        self.data = setup.open_data(config, self.source, announce, cluster)
         if checkpoint is not None:
             snapshot.check_same_windows(checkpoint, config, self.data.train)
         windows = len(Packing(self.data.train, config.batch.seq_len, config.data.packing))
         self.total_steps = setup.total_steps(config, windows)
         check_schedule(config.schedule, self.total_steps)
+        setup.check_same_files(cluster, self.source, f"{len(self.data.train)} tokens", windows)
         tuning = None if checkpoint is None else checkpoint.state.get("tuning")
-        self.engine: Engine = make_engine(self.device.kind, config, self.model, tuning)
-        check_checkpoint_space(self.checkpoints, self._checkpoint_room())
+        self.engine: Engine = make_engine(self.device.kind, config, self.model, tuning, cluster)
+        if cluster.leads:
+            check_checkpoint_space(self.checkpoints, self._checkpoint_room())
         self.progress = self._start(checkpoint, announce)
         self._before = self.progress
         self.health: HealthMetrics | None = None
@@ -211,15 +223,19 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of this moment; older ones go as `[checkpoint]` says."""
         c = self.config.checkpoint
-        return save_checkpoint(
-            self.checkpoints,
-            step=self.progress.step,
-            parts=snapshot.parts(self.engine),
-            state=self._state(),
-            keep=c.keep,
-            major_every=c.major_every,
-            nbytes=self._checkpoint_bytes(),
-        )
+
+        def write(reader: Reader) -> Path:
+            return save_checkpoint(
+                self.checkpoints,
+                step=self.progress.step,
+                parts=snapshot.parts(reader),
+                state=self._state(),
+                keep=c.keep,
+                major_every=c.major_every,
+                nbytes=self._checkpoint_bytes(),
+            )
+
+        return together(self.engine, self.cluster, write)
 
     def _state(self) -> dict[str, Any]:
         return snapshot.run_state(
@@ -230,17 +246,17 @@ class Trainer:
         """Write the model as a folder that transformers loads, in the run's `precision.dtype`."""
         masters = {s.parameter.name: s.master for s in self.engine.states}
 
-        def get(parameter: Parameter) -> NDArray[Any]:
-            return self.engine.read(masters[parameter.name])
+        def write(reader: Reader) -> Path:
+            return export_model(
+                out_dir,
+                self.model,
+                lambda parameter: reader.read(masters[parameter.name]),
+                dtype=DType(self.config.precision.dtype),
+                tokenizer=export_source(setup.tokenizer_path(self.config, self.source)),
+                max_shard_size=max_shard_size,
+            )
 
-        return export_model(
-            out_dir,
-            self.model,
-            get,
-            dtype=DType(self.config.precision.dtype),
-            tokenizer=export_source(setup.tokenizer_path(self.config, self.source)),
-            max_shard_size=max_shard_size,
-        )
+        return together(self.engine, self.cluster, write)
 
     def make_out_dir(self) -> None:
         """Make the run's folder. Raises UserError where it cannot be written."""
@@ -263,6 +279,9 @@ class Trainer:
 
     def newest_checkpoint(self, most: int) -> Path | None:
         """The newest state of this run, of at most `most` steps; None: only the start."""
+        return self.cluster.first(lambda: self._newest_checkpoint(most))
+
+    def _newest_checkpoint(self, most: int) -> Path | None:
         found = [newest_checkpoint(self.checkpoints, most)]
         if self.resumed is not None and self.resumed_step <= most:
             found.append(self.resumed)

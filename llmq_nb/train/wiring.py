@@ -93,27 +93,29 @@ def make_ranks(
     transfers: Sequence[MakeTransfer],
     disk: Disk = NO_DISK,
 ) -> list[Rank]:
-    """Wire all ranks of a run. disk: as in `make_rank`; several ranks have none."""
+    """Wire this machine's ranks of a run. transfers: of each. disk: as in `make_rank`; several
+    ranks have none."""
     if len(seats.tensors) == 1:
         tensors, ops = seats.tensors[0], seats.ops[0]
         return [make_rank(config, model, tensors, ops, transfers[0], disk=disk)]
     group, out = make_group(config, model, seats), []
-    for index, (tensors, ops, transfer) in enumerate(
-        zip(seats.tensors, seats.ops, transfers, strict=True)
+    for place, (index, ops, transfer) in enumerate(
+        zip(seats.local, seats.ops, transfers, strict=True)
     ):
-        seats.activate[index]()
-        member = Member(index, seats, group)
-        out.append(make_rank(config, model, tensors, ops, transfer, member))
+        seats.activate[place]()
+        member = Member(index, place, seats, group)
+        out.append(make_rank(config, model, seats.tensors[index], ops, transfer, member))
     return out
 
 
 def run_states(
-    config: Config, model: ModelConfig, ranks: Sequence[Rank], tensors: Sequence[dict[str, Tensor]]
+    config: Config, model: ModelConfig, ranks: Sequence[Rank], seats: Seats
 ) -> list[State]:
-    """Each parameter's state as a whole, over however many ranks."""
-    if len(ranks) == 1:
+    """Each parameter's state as a whole, over however many ranks and machines."""
+    if len(seats.tensors) == 1:
         return ranks[0].states
-    return [State(**fields) for fields in spread_states(config, model, tensors)]
+    states = spread_states(config, model, seats.tensors, seats.local)
+    return [State(**fields) for fields in states]
 
 
 def make_rank(
@@ -205,7 +207,7 @@ def make_rank(
         if w.fp8 is not None
     ]
     rank.fp8_weights = rank.recoded = [w for w in own if w.size]
-    rank.group, rank.activate = member.group, member.seats.activate[member.index]
+    rank.group, rank.activate = member.group, member.seats.activate[member.place]
     rank.all_norms = tensors["ranks/norms"]
     if own:
         rank.all_slots = tensors["ranks/slots"]
