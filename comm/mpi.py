@@ -1,13 +1,14 @@
 """MPI as several processes use it: values around a step (cluster.py), parcels in it (wire.py).
 
 Everything of mpi4py is in this file. Three communicators keep apart what may be in flight at once:
-values, whole arrays, parcels. A wait for values looks again and again instead of blocking: signals
-are handled, and a process whose peer works for minutes (it evaluates, it makes data) uses no core.
+values, whole arrays, parcels. A wait looks again and again instead of blocking: signals are
+handled, and a process whose peer works for minutes (it evaluates, it makes data) uses no core,
+where MPI would spin.
 """
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class MpiPost:
     def gather(self, status: int, data: bytes, seconds: float | None = None) -> Sequence[bytes]:
         headers = bytearray(HEADER.size * self.size)
         own = HEADER.pack(status, len(data))
-        self._wait(self._values.Iallgather([own, MPI.BYTE], [headers, MPI.BYTE]), seconds)
+        _wait(self._values.Iallgather([own, MPI.BYTE], [headers, MPI.BYTE]).Test, seconds)
         found = list(HEADER.iter_unpack(headers))
         failed = {process: code for process, (code, _) in enumerate(found) if code}
         if failed:
@@ -44,27 +45,19 @@ class MpiPost:
         starts = [sum(lengths[:process]) for process in range(self.size)]
         out = bytearray(sum(lengths))
         whole = [out, (lengths, starts), MPI.BYTE]
-        self._wait(self._values.Iallgatherv([data, MPI.BYTE], whole), None)
+        _wait(self._values.Iallgatherv([data, MPI.BYTE], whole).Test)
         return [bytes(out[a : a + n]) for a, n in zip(starts, lengths, strict=True)]
 
     def broadcast(self, array: NDArray[np.uint8], root: int) -> None:
         for start in range(0, array.size, AT_ONCE):
-            self._arrays.Bcast([array[start : start + AT_ONCE], MPI.BYTE], root)
+            piece = array[start : start + AT_ONCE]
+            _wait(self._arrays.Ibcast([piece, MPI.BYTE], root).Test)
 
     def wire(self, ranks: int) -> "MpiWire":
         return MpiWire(self.world.Dup(), ranks)
 
     def abort(self, code: int) -> None:
         self.world.Abort(code)
-
-    @staticmethod
-    def _wait(request: MPI.Request, seconds: float | None) -> None:
-        start, pause = time.monotonic(), SHORTEST_SLEEP
-        while not request.Test():
-            if seconds is not None and time.monotonic() - start > seconds:
-                raise TimeoutError
-            time.sleep(pause)
-            pause = min(LONGEST_SLEEP, 1.5 * pause)
 
 
 class MpiWire:
@@ -83,10 +76,20 @@ class MpiWire:
                 memory = MPI.memory.fromaddress(parcel.address + start, nbytes)
                 call = self._comm.Isend if parcel.sends else self._comm.Irecv
                 requests.append(call([memory, MPI.BYTE], peer))
-        MPI.Request.Waitall(requests)
+        _wait(lambda: MPI.Request.Testall(requests))
 
     def close(self) -> None:
         """Nothing to do: MPI ends with the process."""
+
+
+def _wait(done: Callable[[], bool], seconds: float | None = None) -> None:
+    """Until it is done. Raises TimeoutError."""
+    start, pause = time.monotonic(), SHORTEST_SLEEP
+    while not done():
+        if seconds is not None and time.monotonic() - start > seconds:
+            raise TimeoutError
+        time.sleep(pause)
+        pause = min(LONGEST_SLEEP, 1.5 * pause)
 
 
 def open_post() -> MpiPost:
