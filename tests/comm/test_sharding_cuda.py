@@ -39,13 +39,24 @@ def engine_of(config: Config, model: ModelConfig, tuning: dict[str, int] | None 
     from llmq_nb.train.engine_cuda import CudaEngine
 
     engine = CudaEngine(config, model, tuning=tuning)
-    set_weights(engine, iter(random_weights(model, model_parameters(model), 1)))
+    with_weights(engine, model)
     return engine
 
 
+def with_weights(engine: Any, model: ModelConfig) -> None:
+    set_weights(engine, iter(random_weights(model, model_parameters(model), 1)))
+
+
 def run(config: Config, tuning: dict[str, int] | None = None, model: ModelConfig = MODEL):
-    """Losses, norms, an evaluation between the steps, and the whole state, as bits."""
+    """What `work` finds, and the choices of products."""
     engine = engine_of(config, model, tuning)
+    found, tuning = work(engine, config, model), engine.tuning
+    engine.close()
+    return found, tuning
+
+
+def work(engine: Any, config: Config, model: ModelConfig) -> tuple[list[Any], list[bytes]]:
+    """Losses, norms, an evaluation between the steps, and the whole state, as bits."""
     results, state = [], []
     for step in range(2):
         data = batch(config, model, step)
@@ -56,9 +67,7 @@ def run(config: Config, tuning: dict[str, int] | None = None, model: ModelConfig
     for s in engine.states:
         found = (s.master, s.weight, s.m, s.m_scale, s.v, s.gradient)
         state += [engine.read(t).tobytes() for t in found if t is not None]
-    tuning = engine.tuning
-    engine.close()
-    return (results, state), tuning
+    return results, state
 
 
 @cache
