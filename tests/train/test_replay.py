@@ -208,9 +208,8 @@ def test_outputs_are_what_operations_change(
     for name, places in changed.items():
         if name in SILENT:
             continue
-        places -= (
-            {1} if name == "linear_swiglu_backward" else set()
-        )  # room, which may stay as it is
+        if name == "linear_swiglu_backward":  # 1 is room, which may lie where 4 was
+            places -= {1, 4}
         assert places <= set(OUTPUTS[name]), name
         # scratch words of a slice of logits aside, every output was written
         assert places == {i for i in OUTPUTS[name]} - missing(name, kind), name
