@@ -85,6 +85,8 @@ class Cluster:
         """name: of the machine, for errors."""
         self._post, self.name = post, name
         self.index, self.size = (0, 1) if post is None else (post.index, post.size)
+        self._amid = False
+        """Whether a gather was begun and not ended: a signal cut it short."""
 
     @property
     def leads(self) -> bool:
@@ -100,10 +102,12 @@ class Cluster:
         """Every process's value, in their order. Raises Ended where one has failed."""
         if self._post is None:
             return [value]
+        self._amid = True
         try:
             found = self._post.gather(0, pickle.dumps(value))
         except Failed as failed:
             raise Ended(_code(failed.codes)) from None
+        self._amid = False
         return [pickle.loads(data) for data in found]
 
     def first(self, work: Callable[[], T]) -> T:
@@ -154,6 +158,9 @@ class Cluster:
         """Let the others know. Raises Ended where another process says its error."""
         code = exit_code(error)
         try:
+            if self._amid:  # the others would take another word for this one
+                time.sleep(0.0 if self.leads else JOIN_SECONDS)  # the first one may be speaking
+                raise TimeoutError
             post.gather(code, b"", JOIN_SECONDS)
         except Failed as failed:
             if min(failed.codes) != self.index:

@@ -48,7 +48,8 @@ def run(
     cluster: the processes of several machines; the first one writes, the others only train.
     """
     cluster = cluster or Cluster()
-    check_run(config)
+    if cluster.leads:
+        check_run(config)
     last: Path | None = None
     at_once = False
     with (

@@ -224,3 +224,27 @@ def test_no_launcher_is_one_process():
 def test_srun_without_mpi_is_said():
     with pytest.raises(UserError, match="srun --mpi=pmi2"):
         open_cluster({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"})
+
+
+def test_an_error_in_the_middle_of_a_gather_does_not_begin_another(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A signal that ends the wait at once: the others have this process's half of a word."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr("llmq_nb.comm.cluster._end", lambda *_: None)
+
+    class Cut:
+        index, size, gathers = 0, 2, 0
+
+        def abort(self, code: int) -> None: ...
+
+        def gather(self, status: int, data: bytes, seconds: float | None = None) -> list[bytes]:
+            self.gathers += 1
+            raise KeyboardInterrupt
+
+    post: Any = Cut()
+    cluster = Cluster(post)
+    with pytest.raises(KeyboardInterrupt), cluster.guard():
+        cluster.gather(1)
+    assert post.gathers == 1 and at_exit == [(post.abort, 130)]
