@@ -11,7 +11,7 @@ from llmq_nb.comm.cluster import Cluster, Ended, open_cluster
 from llmq_nb.comm.link import Pull
 from llmq_nb.comm.wire import split
 from llmq_nb.config import Config
-from llmq_nb.core.errors import UserError
+from llmq_nb.core.errors import EXIT_USER, UserError
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.parameters import model_parameters
 from llmq_nb.train.engine import make_engine
@@ -223,7 +223,10 @@ def test_no_launcher_is_one_process():
 
 def test_srun_without_mpi_is_said():
     with pytest.raises(UserError, match="srun --mpi=pmi2"):
+        open_cluster({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"})
+    with pytest.raises(Ended) as silent:  # the others leave the word to the first
         open_cluster({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"})
+    assert silent.value.code == EXIT_USER
 
 
 def test_an_error_in_the_middle_of_a_gather_does_not_begin_another(
