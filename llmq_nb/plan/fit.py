@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 
 from llmq_nb.config import Config, Offload, Recompute
 from llmq_nb.model.recompute import dropped_activations
+from llmq_nb.plan.shards import crosses
 
 Transfer = Literal["auto", "copy", "zero_copy"]
 LEVERS = {
@@ -150,12 +151,16 @@ def levers(config: Config, offload: bool = True) -> Iterator[Setting]:
     sequences = config.batch.micro_batch * config.batch.grad_accumulation
     fp8, transfer = config.precision.matmul == "e4m3", config.memory.transfer
     quants = (True, False) if fp8 else (config.memory.keep_quants,)
+    several = config.parallel.machines > 1
     for size, recompute, keep in itertools.product(
         micro_batches(sequences), recompute_subsets(), quants
     ):
         disk = config.memory.disk
         for moved in offload_sets(fp8 and keep, disk) if offload else [()]:
-            yield Setting(size, sequences // size, recompute, 1, keep, moved, transfer)
+            setting = Setting(size, sequences // size, recompute, 1, keep, moved, transfer)
+            if several and crosses(setting.applied(config)):
+                continue
+            yield setting
 
 
 def offload_sets(quants: bool, disk: tuple[Offload, ...] = ()) -> list[tuple[Offload, ...]]:

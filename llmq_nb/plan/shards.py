@@ -52,6 +52,11 @@ def shards_quants(config: Config) -> bool:
     return config.world_size > 1 and keeps_quants(config) and cut
 
 
+def crosses(config: Config) -> bool:
+    """Whether weights or codes would come from other machines in every micro-step: refused."""
+    return config.parallel.machines > 1 and (cuts_weights(config) or shards_quants(config))
+
+
 def received_elements(largest: int, ranks: int) -> int:
     """Elements a rank takes from each rank at once, of shards of tensors of up to `largest`."""
     return min(RECEIVED, shard_elements(largest, ranks))

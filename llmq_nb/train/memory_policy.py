@@ -17,6 +17,7 @@ from llmq_nb.plan.limits import PYTHON, WSL_PINNED, host_room, room_now, under_w
 from llmq_nb.plan.measured import SAID, with_measured_link
 from llmq_nb.plan.rates import H200, Rates, rates_of
 from llmq_nb.plan.search import Search
+from llmq_nb.plan.shards import crosses
 from llmq_nb.train.checkpoint import Checkpoint
 
 
@@ -39,9 +40,11 @@ def resolve_memory(
         return config
     if checkpoint is not None:
         saved = parse_config(checkpoint.state["config"], where=str(checkpoint.path))
-        if saved.batch.seq_len == config.batch.seq_len and _sequences(saved) == _sequences(config):
+        chosen = setting_of(saved).applied(config)
+        same = saved.batch.seq_len == config.batch.seq_len
+        if same and _sequences(saved) == _sequences(config) and not crosses(chosen):
             announce("memory: as the checkpoint's run chose")
-            return setting_of(saved).applied(config)
+            return chosen
     if kind == "cuda":
         planned, limit, host, rates = _on_gpu(config, batch_bytes)
     else:

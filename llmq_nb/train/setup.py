@@ -23,8 +23,7 @@ from llmq_nb.io.hf_config import CONFIG_NAME, read_model_config, unread_keys
 from llmq_nb.model.config import ModelConfig
 from llmq_nb.model.families import preset
 from llmq_nb.plan.buffers import make_plan
-from llmq_nb.plan.places import cuts_weights
-from llmq_nb.plan.shards import shards_quants
+from llmq_nb.plan.shards import crosses
 
 CUDA_HEAD_DIMS = (64, 128)
 """Head dimensions of the attention kernels."""
@@ -203,14 +202,12 @@ def check_supported(config: Config, device: Device) -> None:
 
 def _check_machines(config: Config, device: Device) -> None:
     """Refuse what would send weights between machines in every micro-step."""
-    p, what = config.parallel, None
-    if cuts_weights(config):
-        what = "shard_weights = true" if p.shard_weights else "offload = ['master'] without a copy"
-    elif shards_quants(config):
-        what = "offload = ['quants', ...]"
-    if what is not None:
-        where = "parallel.shard_weights" if p.shard_weights else "memory.offload"
-        mend = "every GPU needs all weights here: leave it out"
+    p = config.parallel
+    if crosses(config):
+        what, where = f"offload = {list(config.memory.offload)}", "memory.offload"
+        if p.shard_weights:
+            what, where = "shard_weights = true", "parallel.shard_weights"
+        mend = "products would read weights of other machines: leave it out"
         raise UserError(f"{what} on several machines", where=where, mend=mend)
     if device.kind == "cuda" and config.ranks_per_device > 1:
         what = f"devices = {list(p.devices or ())} on several machines"

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmq_nb.config_file import load_config
+from llmq_nb.train.setup import total_steps
 from tests.e2e.runs import Cli, hashes, make_run, numbers, read_log, write_config
 
 FP32: dict[str, Any] = {
@@ -85,6 +87,18 @@ def test_an_interrupted_run_has_the_bits_of_a_whole_one(cli: Cli, tmp_path: Path
     assert numbers(part / "out")["steps"] == numbers(whole / "out")["steps"]
     for name in ("checkpoints/step_00000006/master", "checkpoints/step_00000006/m", "export"):
         assert hashes(part / "out" / name) == hashes(whole / "out" / name), name
+
+
+@pytest.mark.parametrize(("count", "machines"), [(1, 1), (3, 1), (2, 3)])
+def test_an_epoch_is_every_window_once_on_any_number_of_ranks(
+    tmp_path: Path, count: int, machines: int
+):
+    """120 windows: 60, 20 and 10 steps of two windows a rank."""
+    schedule = {"schedule": {"steps": None, "epochs": 1.0}}
+    parallel = {"parallel": {"devices": [0] * count, "machines": machines}}
+    make_run(tmp_path, schedule, parallel)
+    config = load_config(tmp_path / "config.toml")
+    assert total_steps(config, 120) == 60 // (count * machines)
 
 
 def test_generating_from_a_model_that_lies_in_shards(cli: Cli, tmp_path: Path):

@@ -263,6 +263,19 @@ def test_settings_are_every_combination():
     assert len(set(offload_sets(True, ("m", "v")))) == len(offload_sets(True, ("m", "v"))) == 16
 
 
+def test_on_several_machines_no_product_reads_what_is_on_another_one():
+    """Weights that are the master copy, and kept codes, stay on the GPU; all else may go."""
+    fp8 = make_config(micro_batch=1, seq_len=256, precision="e4m3", master="fp32")
+    parallel = dataclasses.replace(fp8.parallel, machines=2)
+    apart = {s.offload for s in settings(dataclasses.replace(fp8, parallel=parallel))}
+    every = {s.offload for s in settings(fp8)}
+    assert apart == {moved for moved in every if "quants" not in moved} < every
+    bf16 = make_config(micro_batch=1, seq_len=256, precision="bf16", master="bf16")
+    apart = {s.offload for s in settings(dataclasses.replace(bf16, parallel=parallel))}
+    assert apart == {s.offload for s in settings(bf16) if "master" not in s.offload}
+    assert ("m", "v") in apart
+
+
 def test_applied_keeps_the_batch_the_evaluation_and_all_else():
     config = dataclasses.replace(
         make_config(micro_batch=8, seq_len=64, precision="bf16"), eval=EvalConfig(steps=5)
