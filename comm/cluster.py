@@ -106,6 +106,7 @@ class Cluster:
         try:
             found = self._post.gather(0, pickle.dumps(value))
         except Failed as failed:
+            self._amid = False
             raise Ended(_code(failed.codes)) from None
         self._amid = False
         return [pickle.loads(data) for data in found]
@@ -184,11 +185,11 @@ def _code(codes: Mapping[int, int]) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """That of a process which ends by this error."""
+    """That of a process which ends by this error; never 0, which says that all is well."""
     if isinstance(error, UserError):
         return EXIT_USER
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
+        return error.code or EXIT_FAILURE
     return 128 + 2 if isinstance(error, KeyboardInterrupt) else EXIT_FAILURE
 
 
